@@ -1,0 +1,18 @@
+#pragma once
+#include "bindings/tensor.h"
+#include "common/types.h"
+
+/// Every adapter is a template over the backend it serves and is registered once for each:
+///   const Backend on(x, "x");
+///   if constexpr (Backend::kIsCuda) rmsnorm(params, on.stream()); else cpu::rmsnorm(params);
+namespace ridgeline::bindings {
+
+struct Cpu {
+  static constexpr bool kIsCuda = false;
+
+  Cpu(const Tensor& anchor, const char* name) {
+    check(anchor.is_cpu(), name, ": expected a CPU tensor beside the other CPU tensors");
+  }
+};
+
+}  // namespace ridgeline::bindings

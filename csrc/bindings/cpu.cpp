@@ -1,0 +1,19 @@
+#include <torch/csrc/stable/c/shim.h>
+
+#include "bindings/norm.h"
+#include "cpu/parallel.h"
+
+namespace {
+
+void parallel_for_of_torch(std::int64_t begin, std::int64_t end, std::int64_t grain,
+                           ridgeline::cpu::RangeFn fn, void* context) {
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_parallel_for(begin, end, grain, fn, context));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(ridgeline, CPU, m) {
+  using namespace ridgeline::bindings;
+  ridgeline::cpu::set_parallel_for(&parallel_for_of_torch);
+  register_norm<Cpu>(m);
+}

@@ -1,0 +1,38 @@
+#include <string>
+
+#include "bindings/cuda_backend.h"
+#include "bindings/norm.h"
+#include "build_info.h"
+
+namespace {
+
+std::string cuda_build_id() { return ridgeline::kBuildId; }
+std::string cuda_architectures() { return ridgeline::kCudaArchitectures; }
+
+/// The build id that _C registered.
+std::string core_build_id() {
+  StableIValue result{};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("ridgeline::build_id", "", &result, TORCH_ABI_VERSION));
+  return torch::stable::detail::to<std::string>(result);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_FRAGMENT(ridgeline, m) {
+  m.def("cuda_build_id() -> str");
+  m.def("cuda_architectures() -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(ridgeline, CompositeExplicitAutograd, m) {
+  m.impl("cuda_build_id", TORCH_BOX(&cuda_build_id));
+  m.impl("cuda_architectures", TORCH_BOX(&cuda_architectures));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(ridgeline, CUDA, m) {
+  using namespace ridgeline::bindings;
+  // Kernels of another build may disagree with _C on a schema: they stay unregistered, and the
+  // loader says why when a CUDA tensor arrives.
+  if (core_build_id() != ridgeline::kBuildId) return;
+  register_norm<Cuda>(m);
+}

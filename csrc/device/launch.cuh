@@ -1,0 +1,53 @@
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "common/check.h"
+#include "common/dispatch.h"
+#include "common/types.h"
+
+namespace ridgeline::device {
+
+inline void cuda_check(cudaError_t error, const char* what) {
+  check(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
+}
+
+/// Whether the code loaded for `kernel` is of compute 9.0 or later: older code has no wait, so it must not start early.
+template <class Params>
+bool can_wait(void (*kernel)(Params)) {
+  cudaFuncAttributes attributes{};
+  cuda_check(cudaFuncGetAttributes(&attributes, kernel), "cudaFuncGetAttributes");
+  return attributes.ptxVersion >= 90;
+}
+
+/// Launches with programmatic dependent launch allowed: the kernel may start before the one ahead of it ends, and owes
+/// a wait_for_dependencies() in every block before it touches what any kernel of the stream writes.
+template <auto kKernel, class Params>
+void launch_chained(dim3 grid, dim3 block, std::size_t shared, Stream stream, const Params& params, const char* name) {
+  static const bool chains = can_wait(kKernel);
+  cudaLaunchAttribute chained{};
+  chained.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  chained.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &chained;
+  config.numAttrs = chains ? 1 : 0;
+  cuda_check(cudaLaunchKernelEx(&config, kKernel, params), name);
+}
+
+/// Calls fn(Type<T>{}) with the CUDA type of a floating `dtype`.
+template <class Fn>
+void dispatch_float(DType dtype, Fn&& fn) {
+  switch (dtype) {
+    case DType::kFloat32: return fn(Type<float>{});
+    case DType::kFloat16: return fn(Type<__half>{});
+    case DType::kBFloat16: return fn(Type<__nv_bfloat16>{});
+    default: check(false, "dtype must be float32, float16 or bfloat16, got ", name_of(dtype));
+  }
+}
+
+}  // namespace ridgeline::device

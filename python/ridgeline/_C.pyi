@@ -1,0 +1,321 @@
+"""Types of the core extension module: the engine's classes.
+
+Importing the module also registers the operators ``torch.ops.ridgeline.*``.
+"""
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+class engine:
+    """The submodule ``ridgeline._C.engine``: block manager and scheduler, without tensors.
+
+    The classes are single-threaded: the GIL, which no call releases, is their only lock.
+    Errors in arguments raise ``ValueError`` and leave everything as it was.
+    """
+
+    class Scheduler:
+        """Decides what each step computes. The loop around it has three verbs::
+
+            batch = scheduler.schedule()
+            tokens = runner.run(batch)
+            for output in scheduler.commit(batch, tokens): ...
+
+        A batch may be scheduled while the one before it is still in flight (at most two
+        uncommitted); batches are run in the order of ``schedule`` and committed in that order.
+        Every batch returned by ``schedule`` is owed either a ``commit`` or a ``discard``.
+        """
+
+        def __init__(
+            self,
+            *,
+            num_blocks: int,
+            block_size: int,
+            max_model_len: int,
+            vocab_size: int,
+            max_num_seqs: int = 256,
+            max_num_batched_tokens: int = 8192,
+            eos_token_ids: Sequence[int] = (),
+            enable_prefix_caching: bool = True,
+            seed: int = 0,
+            decision_log_size: int = 4096,
+        ) -> None:
+            """``num_blocks`` counts the dummy block 0, which no sequence gets.
+
+            ``max_num_batched_tokens`` must be at least ``max_num_seqs``, so that each live
+            sequence can have a token a step. ``seed`` seeds the prefix hash.
+            """
+
+        def add(
+            self,
+            seq_ids: Sequence[int],
+            prompt: Sequence[int],
+            *,
+            max_tokens: int,
+            min_tokens: int = 0,
+            stop_token_ids: Sequence[int] = (),
+            ignore_eos: bool = False,
+            priority: int = 0,
+            tenant: str = "",
+            prompt_logprobs: bool = False,
+        ) -> None:
+            """Queues a prompt and one output sequence for each of ``seq_ids`` (``n`` of them).
+
+            The ids are the caller's: int32, not negative, not in use. All sequences share the
+            prompt's computation and its blocks; each then samples on its own. ``n > 1`` needs
+            ``n <= max_num_seqs``. A smaller ``priority`` runs earlier; equal ones in order of
+            arrival. Prefix blocks are shared among requests of one ``tenant`` only. With
+            ``prompt_logprobs`` every prompt position gets a logits row, once, and no cached
+            prefix is used. Before ``min_tokens`` outputs no stop token ends a sequence.
+
+            Raises ``ValueError`` with the numbers if the request could never run: an empty
+            prompt, ``len(prompt) >= max_model_len``, more blocks than the cache has, a token id
+            outside the vocabulary, ``max_tokens < 1``, a duplicate id.
+            """
+
+        def schedule(self) -> engine.Batch | None:
+            """The next step, or None if nothing can be computed before a commit or an add.
+
+            None with nothing in flight means that every sequence has finished.
+            """
+
+        def commit(self, batch: engine.Batch, tokens: Sequence[int]) -> list[engine.Output]:
+            """Takes the sampled token of each logits row (``batch.num_rows`` of them, in order).
+
+            Requires: ``batch`` is the oldest in flight. The token of a row that was not a sample
+            (a prompt position) or whose sequence has ended is ignored. Returns one ``Output`` for
+            each sequence that got a token, in row order.
+            """
+
+        def finish(self, seq_id: int, reason: str = "abort") -> None:
+            """Ends a sequence now, waiting or live, and frees its blocks.
+
+            ``reason`` is "abort" or "stop" (a stop string found by the caller); it is logged.
+            A step in flight may still hold rows of it: commit ignores them, and the id stays in
+            use until then. Raises ``ValueError`` for an id that is unknown or already finished.
+            """
+
+        def discard(self) -> None:
+            """Forgets every batch in flight, as after a failed run.
+
+            Their sequences go back to the queue and are computed again; no token is lost.
+            """
+
+        def has_unfinished(self) -> bool: ...
+        def num_in_flight(self) -> int:
+            """Batches scheduled and neither committed nor discarded: 0, 1 or 2."""
+
+        def state(self, seq_id: int) -> str:
+            """One of "waiting", "running", "finished" (only in flight still), or an error."""
+
+        def block_table(self, seq_id: int) -> list[int]:
+            """The blocks of a sequence in order; empty while it waits."""
+
+        def stats(self) -> engine.Stats: ...
+        def decisions(self, since: int = 0) -> list[engine.Decision]:
+            """The kept decisions with ``index >= since``, oldest first (a bounded log)."""
+
+        def check_invariants(self) -> None:
+            """Raises ``RuntimeError`` naming the first invariant that does not hold. For tests."""
+
+        @property
+        def max_blocks_per_seq(self) -> int:
+            """Columns of the device's block-table tensor ``[max_num_seqs, max_blocks_per_seq]``."""
+
+    class Batch:
+        """What one step computes: sequences, each with some new tokens, and rows of logits."""
+
+        @property
+        def step(self) -> int: ...
+        @property
+        def num_tokens(self) -> int: ...
+        @property
+        def num_seqs(self) -> int: ...
+        @property
+        def num_rows(self) -> int:
+            """Logits rows: usually one for each sequence whose known tokens end in this step."""
+
+        @property
+        def num_decode_tokens(self) -> int:
+            """Tokens that were sampled before; the other ``num_tokens`` are prefill."""
+
+        @property
+        def max_q(self) -> int:
+            """The most new tokens of one sequence; 1: a pure decode step."""
+
+        @property
+        def max_seq_len(self) -> int: ...
+        @property
+        def seq_ids(self) -> list[int]:
+            """Sequences in batch order (``num_seqs``): those with one new token come first."""
+
+        @property
+        def row_seq_ids(self) -> list[int]:
+            """The sequence of each logits row (``num_rows``)."""
+
+        @property
+        def row_positions(self) -> list[int]:
+            """The index in its sequence of the token each row predicts (``num_rows``).
+
+            Below the prompt's length: a prompt_logprobs row, not a sample.
+            """
+
+        def arena(self, tokens: int = 0, seqs: int = 0, rows: int = 0) -> engine.Arena:
+            """All index arrays of the step, padded to at least these counts.
+
+            A smaller count than the batch has is an error, 0 means no padding. Padding tokens
+            have id 0, position 0 and slot 0 (in the dummy block); a padding sequence has
+            ``seq_len`` 0, table row 0 and one padding token each as long as there are some;
+            tokens left over belong to no sequence. Padding rows point at token 0 and have
+            sequence id -1 and position 0.
+            """
+
+    class Arena:
+        """One contiguous int32 buffer (buffer protocol: ``torch.frombuffer(arena, dtype=int32)``).
+
+        ``offsets[name]`` is ``(offset, length)``, in int32 units; each offset is a multiple of 4.
+        The fixed part comes first and its offsets depend on the padded counts T, B, R alone::
+
+            input_ids      [T]     token ids; -1 - r: the token sampled in row r of the previous
+                                   batch, which was in flight when this one was scheduled
+            positions      [T]     index of the token in its sequence
+            slots          [T]     block * block_size + offset: where its key and value go
+            seq_lens       [B]     KV length including the new tokens
+            cu_q           [B + 1] first token of each sequence
+            table_rows     [B]     the sequence's row of the device's block-table tensor
+            logits_rows    [R]     index of the token whose logits the row takes
+            row_positions  [R]     as Batch.row_positions: the sampling position
+            row_seq_ids    [R]     as Batch.row_seq_ids
+
+        Then the lists that vary::
+
+            table_updates  [U, 3]  (row, column, block), no (row, column) twice: apply first
+            copies         [C, 2]  (source, destination) blocks, all disjoint from the sources:
+                                   copy before anything writes the cache
+        """
+
+        offsets: dict[str, tuple[int, int]]
+        num_tokens: int
+        num_seqs: int
+        num_rows: int
+        num_table_updates: int
+        num_copies: int
+        def __len__(self) -> int:
+            """The int32 count of the whole buffer."""
+
+        def __buffer__(self, flags: int, /) -> memoryview: ...
+
+    class Output:
+        """One sampled token, as accepted by ``commit``."""
+
+        seq_id: int
+        token: int
+        row: int
+        """The logits row of the batch that it was sampled from."""
+        finish_reason: str | None
+        """"stop" (eos or stop token, which is ``token``), "length", or None: it goes on."""
+
+    class Decision:
+        """One entry of the decision log."""
+
+        index: int
+        step: int
+        seq_id: int
+        reason: engine.Reason
+        a: int
+        b: int
+        def __repr__(self) -> str: ...
+
+    class Reason:
+        """Why; the numbers ``a`` and ``b`` of the decision in brackets."""
+
+        ADMITTED: ClassVar[engine.Reason]  # (tokens scheduled, tokens found in the prefix cache)
+        CHUNKED: ClassVar[engine.Reason]  # (tokens scheduled, tokens left for later steps)
+        HELD_TOKENS: ClassVar[engine.Reason]  # (tokens wanted, budget left)
+        HELD_BLOCKS: ClassVar[engine.Reason]  # (blocks wanted, blocks available)
+        HELD_SEQUENCES: ClassVar[engine.Reason]  # (sequences wanted, places left)
+        HELD_PREFIX_IN_FLIGHT: ClassVar[engine.Reason]  # (block index, block being computed)
+        PREEMPTED: ClassVar[engine.Reason]  # (blocks given back, tokens to compute again)
+        PREFIX_DIFFERS: ClassVar[engine.Reason]  # (first differing block index, full blocks)
+        PREFIX_EVICTED: ClassVar[engine.Reason]  # (first missing block index, full blocks)
+        PREFIX_SHORT: ClassVar[engine.Reason]  # (tokens, block size): shorter than a block
+        FORKED: ClassVar[engine.Reason]  # (parent id, blocks shared)
+        FINISHED: ClassVar[engine.Reason]  # (output tokens, 0 stop, 1 length, 2 abort)
+        name: str
+        value: int
+
+    class Stats:
+        """Counts at the moment of the call; the second group since construction."""
+
+        total_blocks: int
+        """Without the dummy block: free + cached + used."""
+        free_blocks: int
+        cached_blocks: int
+        used_blocks: int
+        waiting: int
+        running: int
+        in_flight: int
+        steps: int
+        prefix_query_tokens: int
+        prefix_hit_tokens: int
+        preemptions: int
+        evictions: int
+        copies: int
+
+    class BlockManager:
+        """Blocks and the tables that own them: what the scheduler stands on, usable alone.
+
+        A table is an index below ``max_tables``. A block is free, cached (no owner, contents
+        kept, least recently used goes first) or used.
+        """
+
+        def __init__(
+            self,
+            *,
+            num_blocks: int,
+            block_size: int,
+            max_tables: int = 256,
+            enable_prefix_caching: bool = True,
+            seed: int = 0,
+        ) -> None: ...
+        def open(self) -> int:
+            """A new empty table (the lowest closed index)."""
+
+        def close(self, table: int) -> None:
+            """Gives the table's blocks back; registered ones stay cached."""
+
+        def fork(self, table: int) -> int | None:
+            """A new table sharing every block, or None when all tables are open."""
+
+        def prepare_write(self, table: int, start: int, end: int) -> bool:
+            """Makes token positions ``[start, end)`` writable: all of it, or False and no change.
+
+            Appends missing blocks; a block shared with another table is replaced by a copy, whose
+            (source, destination) pair ``take_copies`` returns.
+            """
+
+        def take_copies(self) -> list[tuple[int, int]]:
+            """The copies owed since the last call; until then no source is handed out again."""
+
+        def match(self, tokens: Sequence[int], tenant: str = "") -> list[int]:
+            """Registered blocks holding a prefix of ``tokens``, full blocks only; no change."""
+
+        def adopt(self, table: int, tokens: Sequence[int], tenant: str = "") -> int:
+            """Gives an empty table the matched blocks; returns the number of tokens in them."""
+
+        def register(self, table: int, tokens: Sequence[int], tenant: str = "") -> None:
+            """Makes the table's full blocks findable; ``tokens`` are its contents from the start.
+
+            A block whose contents are registered already stays private.
+            """
+
+        def blocks(self, table: int) -> list[int]: ...
+        def refcount(self, block: int) -> int: ...
+        @property
+        def num_free(self) -> int: ...
+        @property
+        def num_cached(self) -> int: ...
+        @property
+        def num_used(self) -> int: ...
+        @property
+        def evictions(self) -> int: ...
+        def check_invariants(self) -> None: ...
