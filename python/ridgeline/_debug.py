@@ -1,0 +1,43 @@
+"""Checks of device tensors' contents, which cost a synchronisation and are off by default."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor
+
+_enabled: ContextVar[bool] = ContextVar("ridgeline_debug_checks", default=False)
+
+
+@contextmanager
+def debug_checks(enabled: bool = True) -> Iterator[None]:
+    """Inside this context CUDA ops check ids and lengths as the CPU ops always do.
+
+    Each check reads the tensor back and so waits for the stream: not for use in a CUDA graph or in
+    production. Without it an id out of range reads block 0 and writes nothing.
+    """
+    token = _enabled.set(enabled)
+    try:
+        yield
+    finally:
+        _enabled.reset(token)
+
+
+def check_ids(name: str, ids: Tensor | None, low: int, high: int) -> None:
+    """Under :func:`debug_checks`, refuses a CUDA tensor with a value outside [low, high).
+
+    Raises:
+        ValueError: names the tensor, the range and the first value outside it.
+    """
+    if ids is None or not ids.is_cuda or torch.compiler.is_compiling():
+        return  # the CPU ops check for themselves; a compiled graph cannot raise on contents
+    if not _enabled.get() or ids.numel() == 0:
+        return
+    outside = ((ids < low) | (ids >= high)).flatten()
+    if bool(outside.any()):
+        index = int(outside.int().argmax())
+        value = int(ids.flatten()[index])
+        raise ValueError(f"{name}: expected values in [{low}, {high}), got {value} at {index}")
