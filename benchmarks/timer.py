@@ -1,0 +1,144 @@
+"""Rows of benchmarks: one timer, one set of fields, for every script beside this one."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import subprocess
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+from ridgeline.roofline import Cost
+from ridgeline.roofline.machine import Roofs, device_name, measure_roofs
+from ridgeline.roofline.timing import Timing, time_call
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def _commit() -> str:
+    """The commit measured, marked when the tree differs from it; a file beside a copied tree."""
+    here = Path(__file__).resolve().parent
+    try:
+        command = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+@dataclass
+class Bench:
+    """One run of a benchmark script: all its rows share a run id, so baselines compare."""
+
+    device: str
+    out: Path | None
+    quick: bool
+    commit: str
+    run: str = field(default_factory=lambda: uuid.uuid4().hex[:12])
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def from_args(cls, description: str | None, arguments: Sequence[str] | None = None) -> Bench:
+        parser = argparse.ArgumentParser(description=description)
+        parser.add_argument("--out", type=Path, help="append rows to this JSON-lines file")
+        parser.add_argument("--quick", action="store_true", help="fewer shapes, fewer replays")
+        parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+        parser.add_argument("--commit", help="commit to name when the tree has no git folder")
+        given = parser.parse_args(arguments)
+        return cls(given.device, given.out, given.quick, given.commit or _commit())
+
+    @property
+    def roofs(self) -> Roofs:
+        return measure_roofs(self.device)
+
+    def measure(
+        self,
+        *,
+        op: str,
+        impl: str,
+        make: Callable[[], Sequence[Any]],
+        call: Callable[..., Any],
+        cost: Cost,
+        fields: dict[str, Any],
+        chained: bool = False,
+        reads_only: bool = False,
+        launches: int = 20,
+    ) -> Timing:
+        """Times one call and keeps its row.
+
+        Args:
+            op, impl: the row's ``bench`` and ``impl``.
+            make, call: see :func:`ridgeline.roofline.timing.time_call`.
+            cost: bytes and flops that any implementation must spend.
+            fields: the shape and dtype, as plain fields of the row.
+            chained: true under programmatic dependent launch.
+            reads_only: the floor is that of the read roof instead of the copy roof.
+        """
+        replays = 5 if self.quick else 15
+        timing = time_call(make, call, launches=launches, replays=replays, device=self.device)
+        floor = self.roofs.floor_us(cost, reads_only=reads_only)
+        row = {
+            "bench": op,
+            "impl": impl,
+            **fields,
+            "chained": chained,
+            "us": round(timing.us, 3),
+            "us_p10": round(timing.us_p10, 3),
+            "us_p90": round(timing.us_p90, 3),
+            "cold": timing.cold,
+            "bytes": cost.bytes,
+            "flops": cost.flops,
+            "floor_us": round(floor, 3),
+            "share": round(floor / timing.us, 4),
+            "bound": self.roofs.bound(cost, reads_only=reads_only),
+            **self._machine(),
+        }
+        self.add(row)
+        return timing
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Keeps a row and writes it at once, so that a run cut short loses nothing."""
+        self.rows.append(row)
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            with self.out.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row) + "\n")
+        print(_line(row), flush=True)
+
+    def _machine(self) -> dict[str, Any]:
+        return {
+            "machine": device_name(self.device),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "python": platform.python_version(),
+            "commit": self.commit,
+            "date": date.today().isoformat(),
+            "run": self.run,
+        }
+
+
+_NOT_SHAPE = {
+    "bench", "impl", "chained", "us", "us_p10", "us_p90", "cold", "bytes", "flops", "floor_us",
+    "share", "bound", "machine", "torch", "cuda", "python", "commit", "date", "run",
+}  # fmt: skip
+
+
+def _line(row: dict[str, Any]) -> str:
+    shape = " ".join(f"{k}={v}" for k, v in row.items() if k not in _NOT_SHAPE)
+    speed = ""
+    if row.get("bytes") and row.get("us"):
+        speed = f"{row['bytes'] / row['us'] / 1e6:6.2f} TB/s {row['flops'] / row['us'] / 1e6:7.1f} TF"
+    return (
+        f"{row['bench']:<16} {row['impl']:<14} {shape:<48} {row.get('us', 0):>10.2f} us {speed} "
+        f"{100 * row.get('share', 0):5.1f}% {row.get('bound', '')}"
+    )
+
+
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function through torch.compile, as a baseline."""
+    return torch.compile(function, fullgraph=True)

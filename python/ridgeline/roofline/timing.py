@@ -1,0 +1,105 @@
+"""The one timer: graph replay on a GPU, cold caches by rotating buffers, median and spread."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_COLD_BYTES = 256 << 20  # more than four times the largest L2: a buffer is evicted before its turn
+_MOST_SETS = 64
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call: median and the 10th and 90th percentile over replays.
+
+    ``cold`` tells whether the rotated inputs exceed the caches, so that each call reads memory.
+    """
+
+    us: float
+    us_p10: float
+    us_p90: float
+    cold: bool
+
+
+def _summary(samples: Sequence[float], cold: bool) -> Timing:
+    ordered = sorted(samples)
+    pick = [ordered[round(q * (len(ordered) - 1))] for q in (0.5, 0.1, 0.9)]
+    return Timing(*pick, cold=cold)
+
+
+def _set_bytes(inputs: Sequence[Any]) -> int:
+    tensors = [v for v in inputs if isinstance(v, Tensor)]
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def input_sets(make: Callable[[], Sequence[Any]]) -> tuple[list[Sequence[Any]], bool]:
+    """Input sets to rotate through, and whether together they exceed the caches."""
+    sets = [make()]
+    size = max(1, _set_bytes(sets[0]))
+    count = max(2, min(_MOST_SETS, -(-_COLD_BYTES // size)))
+    sets += [make() for _ in range(count - 1)]
+    return sets, count * size >= _COLD_BYTES
+
+
+def time_call(
+    make: Callable[[], Sequence[Any]],
+    call: Callable[..., Any],
+    *,
+    launches: int = 20,
+    replays: int = 15,
+    device: str | torch.device = "cuda",
+) -> Timing:
+    """Times ``call(*make())``.
+
+    Args:
+        make: makes one fresh set of inputs; called until the sets exceed the caches.
+        call: the work; on a GPU it is captured, so it must not synchronise.
+        launches: calls in one graph (raised to the number of input sets).
+        replays: timed replays after two untimed ones; CPU: timed calls.
+        device: "cuda" times by events around graph replays, "cpu" by the wall clock.
+    """
+    sets, cold = input_sets(make)
+    if torch.device(device).type == "cpu":
+        return _summary(_cpu_samples(sets, call, replays), cold)
+    return _summary(_graph_samples(sets, call, max(launches, len(sets)), replays), cold)
+
+
+def _cpu_samples(
+    sets: list[Sequence[Any]], call: Callable[..., Any], replays: int
+) -> list[float]:
+    samples = []
+    for i in range(replays + 2):
+        inputs = sets[i % len(sets)]
+        start = time.perf_counter()
+        call(*inputs)
+        samples.append((time.perf_counter() - start) * 1e6)
+    return samples[2:]
+
+
+def _graph_samples(
+    sets: list[Sequence[Any]], call: Callable[..., Any], launches: int, replays: int
+) -> list[float]:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for inputs in sets[:2]:
+            call(*inputs)  # warm up: module load, workspace, library handles
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(launches):
+            call(*sets[i % len(sets)])
+    samples = []
+    for i in range(replays + 2):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) * 1e3 / launches)
+    return samples[2:]
