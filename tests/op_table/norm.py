@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ridgeline
 import torch
-from op_table import Error, OpCase, Sample, normal
 from torch import Tensor
+
+from op_table import Error, OpCase, Sample, normal
 
 
 def _rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
