@@ -122,14 +122,14 @@ class Bench:
         }
 
 
-_NOT_SHAPE = {
+NOT_SHAPE = {
     "bench", "impl", "chained", "us", "us_p10", "us_p90", "cold", "bytes", "flops", "floor_us",
     "share", "bound", "machine", "torch", "cuda", "python", "commit", "date", "run",
 }  # fmt: skip
 
 
 def _line(row: dict[str, Any]) -> str:
-    shape = " ".join(f"{k}={v}" for k, v in row.items() if k not in _NOT_SHAPE)
+    shape = " ".join(f"{k}={v}" for k, v in row.items() if k not in NOT_SHAPE)
     speed = ""
     if row.get("bytes") and row.get("us"):
         speed = f"{row['bytes'] / row['us'] / 1e6:6.2f} TB/s {row['flops'] / row['us'] / 1e6:7.1f} TF"

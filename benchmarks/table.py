@@ -1,0 +1,59 @@
+"""Prints rows of benchmarks/results as a table: each op beside its baselines of the same run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from timer import NOT_SHAPE, RESULTS
+
+Row = dict[str, Any]
+
+
+def read_rows(paths: list[Path]) -> list[Row]:
+    """All rows of the files, in order."""
+    return [json.loads(line) for path in paths for line in path.read_text().splitlines() if line]
+
+
+def _shape(row: Row) -> str:
+    return " ".join(f"{k}={v}" for k, v in row.items() if k not in NOT_SHAPE)
+
+
+def table(rows: list[Row]) -> str:
+    """Markdown: one line a shape; baselines are those of the same run."""
+    grouped: dict[tuple[str, str, str], dict[str, Row]] = defaultdict(dict)
+    for row in rows:
+        if "us" in row:
+            grouped[row["run"], row["bench"], _shape(row)][row["impl"]] = row
+    lines = [
+        "| op | shape | us | TB/s | TFLOP/s | share of roof | bound | baselines, us |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for (_, bench, shape), by_impl in grouped.items():
+        ours = by_impl.pop("ridgeline", None)
+        if ours is None:
+            continue
+        others = ", ".join(f"{impl} {row['us']:.1f}" for impl, row in by_impl.items())
+        lines.append(
+            f"| {bench} | {shape} | {ours['us']:.2f} | {ours['bytes'] / ours['us'] / 1e6:.2f} "
+            f"| {ours['flops'] / ours['us'] / 1e6:.1f} | {100 * ours['share']:.0f}% "
+            f"| {ours['bound']} | {others} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, help="default: the newest results file")
+    files = parser.parse_args().files or sorted(RESULTS.glob("*.jsonl"))[-1:]
+    rows = read_rows(files)
+    for key in ("machine", "torch", "cuda", "commit", "date"):
+        print(f"{key}: {', '.join(sorted({str(r.get(key)) for r in rows}))}")
+    print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
