@@ -146,7 +146,7 @@ class engine:
         def max_seq_len(self) -> int: ...
         @property
         def seq_ids(self) -> list[int]:
-            """Sequences in batch order (``num_seqs``): those with one new token come first."""
+            """Sequences in batch order (``num_seqs``): decodes, chunks, newly admitted."""
 
         @property
         def row_seq_ids(self) -> list[int]:
@@ -189,16 +189,22 @@ class engine:
         Then the lists that vary::
 
             table_updates  [U, 3]  (row, column, block), no (row, column) twice: apply first
-            copies         [C, 2]  (source, destination) blocks, all disjoint from the sources:
-                                   copy before anything writes the cache
+            copies         [C, 2]  (source, destination) blocks: copy before anything writes the
+                                   cache, in any order, as no destination is a source
         """
 
-        offsets: dict[str, tuple[int, int]]
-        num_tokens: int
-        num_seqs: int
-        num_rows: int
-        num_table_updates: int
-        num_copies: int
+        @property
+        def offsets(self) -> dict[str, tuple[int, int]]: ...
+        @property
+        def num_tokens(self) -> int: ...
+        @property
+        def num_seqs(self) -> int: ...
+        @property
+        def num_rows(self) -> int: ...
+        @property
+        def num_table_updates(self) -> int: ...
+        @property
+        def num_copies(self) -> int: ...
         def __len__(self) -> int:
             """The int32 count of the whole buffer."""
 
@@ -223,23 +229,34 @@ class engine:
         reason: engine.Reason
         a: int
         b: int
-        def __repr__(self) -> str: ...
 
     class Reason:
         """Why; the numbers ``a`` and ``b`` of the decision in brackets."""
 
-        ADMITTED: ClassVar[engine.Reason]  # (tokens scheduled, tokens found in the prefix cache)
-        CHUNKED: ClassVar[engine.Reason]  # (tokens scheduled, tokens left for later steps)
-        HELD_TOKENS: ClassVar[engine.Reason]  # (tokens wanted, budget left)
-        HELD_BLOCKS: ClassVar[engine.Reason]  # (blocks wanted, blocks available)
-        HELD_SEQUENCES: ClassVar[engine.Reason]  # (sequences wanted, places left)
-        HELD_PREFIX_IN_FLIGHT: ClassVar[engine.Reason]  # (block index, block being computed)
-        PREEMPTED: ClassVar[engine.Reason]  # (blocks given back, tokens to compute again)
-        PREFIX_DIFFERS: ClassVar[engine.Reason]  # (first differing block index, full blocks)
-        PREFIX_EVICTED: ClassVar[engine.Reason]  # (first missing block index, full blocks)
-        PREFIX_SHORT: ClassVar[engine.Reason]  # (tokens, block size): shorter than a block
-        FORKED: ClassVar[engine.Reason]  # (parent id, blocks shared)
-        FINISHED: ClassVar[engine.Reason]  # (output tokens, 0 stop, 1 length, 2 abort)
+        # (tokens scheduled, tokens found in the prefix cache)
+        ADMITTED: ClassVar[engine.Reason]
+        # (tokens scheduled, tokens left for later steps)
+        CHUNKED: ClassVar[engine.Reason]
+        # (tokens wanted, budget left)
+        HELD_TOKENS: ClassVar[engine.Reason]
+        # (blocks wanted, blocks available)
+        HELD_BLOCKS: ClassVar[engine.Reason]
+        # (sequences wanted, places left)
+        HELD_SEQUENCES: ClassVar[engine.Reason]
+        # (block index, block being computed)
+        HELD_PREFIX_IN_FLIGHT: ClassVar[engine.Reason]
+        # (blocks given back, tokens to compute again)
+        PREEMPTED: ClassVar[engine.Reason]
+        # (first differing block index, full blocks)
+        PREFIX_DIFFERS: ClassVar[engine.Reason]
+        # (first missing block index, full blocks)
+        PREFIX_EVICTED: ClassVar[engine.Reason]
+        # (tokens, block size): no full block to look for
+        PREFIX_SHORT: ClassVar[engine.Reason]
+        # (parent id, blocks shared)
+        FORKED: ClassVar[engine.Reason]
+        # (output tokens, 0 stop, 1 length, 2 abort)
+        FINISHED: ClassVar[engine.Reason]
         name: str
         value: int
 
@@ -277,20 +294,20 @@ class engine:
             enable_prefix_caching: bool = True,
             seed: int = 0,
         ) -> None: ...
-        def open(self) -> int:
-            """A new empty table (the lowest closed index)."""
+        def open(self, tenant: str = "") -> int:
+            """A new empty table. Raises ``ValueError`` when all are open."""
 
         def close(self, table: int) -> None:
             """Gives the table's blocks back; registered ones stay cached."""
 
-        def fork(self, table: int) -> int | None:
-            """A new table sharing every block, or None when all tables are open."""
+        def fork(self, table: int) -> int:
+            """A new table sharing every block. Raises ``ValueError`` when all are open."""
 
         def prepare_write(self, table: int, start: int, end: int) -> bool:
             """Makes token positions ``[start, end)`` writable: all of it, or False and no change.
 
-            Appends missing blocks; a block shared with another table is replaced by a copy, whose
-            (source, destination) pair ``take_copies`` returns.
+            Appends missing blocks; a block that is shared or registered is replaced by a copy,
+            whose (source, destination) pair ``take_copies`` returns.
             """
 
         def take_copies(self) -> list[tuple[int, int]]:
@@ -299,10 +316,10 @@ class engine:
         def match(self, tokens: Sequence[int], tenant: str = "") -> list[int]:
             """Registered blocks holding a prefix of ``tokens``, full blocks only; no change."""
 
-        def adopt(self, table: int, tokens: Sequence[int], tenant: str = "") -> int:
+        def adopt(self, table: int, tokens: Sequence[int]) -> int:
             """Gives an empty table the matched blocks; returns the number of tokens in them."""
 
-        def register(self, table: int, tokens: Sequence[int], tenant: str = "") -> None:
+        def register(self, table: int, tokens: Sequence[int]) -> None:
             """Makes the table's full blocks findable; ``tokens`` are its contents from the start.
 
             A block whose contents are registered already stays private.

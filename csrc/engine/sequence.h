@@ -1,0 +1,79 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "engine/block_manager.h"
+
+namespace ridgeline::engine {
+
+using SeqId = std::int32_t;
+
+enum class FinishReason : std::uint8_t { kStop, kLength, kAbort };
+
+/// A prompt and the sequences that continue it, as the user gives them: checked by Scheduler::add.
+struct Request {
+  std::vector<std::int64_t> seq_ids;  // n of them; the caller's names
+  std::vector<std::int64_t> prompt;
+  std::int64_t max_tokens = 0;
+  std::int64_t min_tokens = 0;
+  std::vector<std::int64_t> stop_token_ids;
+  bool ignore_eos = false;
+  std::int64_t priority = 0;  // smaller runs earlier
+  std::string tenant;
+  bool prompt_logprobs = false;
+};
+
+enum class SeqState : std::uint8_t { kUnborn, kWaiting, kRunning, kFinished };
+
+/// One sequence of tokens. Its life: (unborn until its parent's prompt is computed) -> waiting ->
+/// running -> finished, and back from running to waiting when preempted.
+struct Sequence {
+  SeqId id = -1;
+  SeqState state = SeqState::kWaiting;
+  std::int64_t priority = 0, arrival = 0;  // the order of the queue; arrival is unique
+
+  std::vector<std::int32_t> tokens;  // the prompt, then the outputs committed
+  std::int32_t prompt_length = 0;
+  std::int32_t limit = 0;    // the length at which it ends
+  std::int32_t min_length = 0;  // the length below which no stop token counts
+  std::vector<std::int32_t> stop_tokens;  // sorted
+  HashChain chain;
+
+  // What is scheduled, whether or not it has run.
+  std::int32_t computed = 0;   // tokens with a key and value in the cache
+  std::int32_t pending = 0;    // samples in flight: tokens that exist on the device only
+  std::int32_t last_row = -1;  // the row of the last batch that samples the pending token
+  std::int32_t in_flight = 0;  // batches that hold rows or tokens of it
+
+  TableId table = -1;             // while running; also its row of the device's table tensor
+  std::int32_t synced = 0;        // blocks of the table that the device's row has
+  BlockId synced_last = -1;       // the last of them: the only one that may be replaced
+
+  bool prompt_logprobs = false;
+  std::int32_t prompt_rows = 0;            // prompt positions with a logits row scheduled
+  std::int32_t prompt_rows_committed = 0;
+
+  // n > 1: the prompt is computed once, by the first sequence.
+  Sequence* parent = nullptr;     // while unborn
+  std::vector<Sequence*> unborn;
+  bool ghost = false;  // finished for the user; computes the prompt for its unborn children
+
+  std::int32_t known() const { return static_cast<std::int32_t>(tokens.size()); }
+  std::int32_t length() const { return known() + pending; }
+  std::int32_t outputs() const { return known() - prompt_length; }
+  bool wants_prompt_rows() const { return prompt_logprobs && prompt_rows < prompt_length - 1; }
+  bool stops_at(std::int32_t token) const {
+    return std::ranges::binary_search(stop_tokens, token);
+  }
+};
+
+/// The order of service: priority, then arrival.
+struct ByOrder {
+  bool operator()(const Sequence* a, const Sequence* b) const {
+    return a->priority != b->priority ? a->priority < b->priority : a->arrival < b->arrival;
+  }
+};
+
+}  // namespace ridgeline::engine
