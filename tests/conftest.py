@@ -1,0 +1,31 @@
+"""What every test shares: the GPU rule and reproducible random inputs."""
+
+from __future__ import annotations
+
+import hypothesis
+import pytest
+import torch
+
+import ridgeline
+
+# The machine's speed is no property of the code: no deadlines, and the same examples each time.
+hypothesis.settings.register_profile("ridgeline", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ridgeline")
+
+
+def pytest_report_header() -> list[str]:
+    return str(ridgeline.info()).splitlines()
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked ``gpu`` run where the CUDA ops are loaded and are skipped elsewhere."""
+    info = ridgeline.info()
+    if info.cuda_loaded and info.devices:
+        return
+    if torch.cuda.is_available() and config.option.markexpr == "gpu":
+        # Asked for, on a GPU, without our kernels: a broken installation, no reason to skip.
+        raise pytest.UsageError(f"there is a GPU, but no CUDA ops: {info.cuda_reason}")
+    skip = pytest.mark.skip(reason=f"no GPU: {info.cuda_reason}")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
