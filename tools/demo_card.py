@@ -81,7 +81,7 @@ embeddings) in Hugging Face's layout, in bf16.
 | vocabulary | {vocab:,} tokens, byte-level BPE |
 | context | {context:,} tokens |
 | training text | {train_documents:,} files, {train_bytes:,} bytes, {train_tokens:,} tokens |
-| held-out text | {held_out_documents:,} files, {held_out_bytes:,} bytes, {held_out_tokens:,} tokens |
+| held-out text | {held_out_documents} files, {held_out_bytes:,} bytes, {held_out_tokens:,} tokens |
 | tokens seen | {tokens_seen:,} ({epochs:.1f} passes, {steps:,} steps) |
 | held-out loss before training | {before_loss:.4f} nats a token ({before_bits:.4f} bits a byte) |
 | held-out loss after training | {after_loss:.4f} nats a token ({after_bits:.4f} bits a byte) |
@@ -92,18 +92,19 @@ embeddings) in Hugging Face's layout, in bf16.
 ## Data
 
 Text that ships with CPython: standard library sources with their tests, and the documentation's
-reStructuredText, without near-duplicates and tables of numbers. Files are held out whole, by a hash
-of their name that puts a module, its test and its page on one side; neither the tokenizer nor the
-models see them. The corpus archive's SHA-256 is
+reStructuredText, without near-duplicates and tables of numbers. {held_out_percent} percent of the
+files are held out whole, by a hash of their name that puts a module, its test and its page on one
+side. The tokenizer and the gradients never see them; they only choose which weights are kept. The
+corpus archive's SHA-256 is
 `{corpus_sha256}`.
 
 ## Training
 
 {method}
 
-The loss before is of the random initialisation, the loss after of this folder's bf16 weights, both
-over disjoint windows of {window:,} held-out tokens. The weights kept are those of the evaluation with
-the lowest held-out loss (step {best_step:,} of {steps:,}).
+The loss before is of the random initialisation, the loss after of this folder's bf16 weights,
+both over disjoint windows of {window:,} held-out tokens. The weights kept are those of the
+evaluation with the lowest held-out loss (step {best_step:,} of {steps:,}).
 
 ```
 python tools/train_demo.py pack --out corpus.tar.xz FOLDER...
@@ -117,9 +118,10 @@ schedule independent of the clock. `training.json` has all settings and the cour
 
 ## Limits
 
-Made for tests, demonstrations and benchmarks of an inference library. It writes text that looks like
-Python and its documentation; the code is seldom right and names things that do not exist. It knows
-no natural language beyond that documentation and follows no instructions. Do not run what it writes.
+Made for tests, demonstrations and benchmarks of an inference library. It writes text that looks
+like Python and its documentation; the code is seldom right and names things that do not exist. It
+knows no natural language beyond that documentation and follows no instructions. Do not run what it
+writes.
 
 ## Licence
 
@@ -162,6 +164,7 @@ def write_card(folder: Path, report: Report) -> None:
         )
     text = CARD.format(
         name=report.name,
+        held_out_percent=report.held_out_percent,
         purpose=purpose,
         method=f"{method}: Muon for the matrices, AdamW for the embedding and the norms, "
         f"peak rate {recipe['matrix_lr']}, cosine to zero, weight decay {recipe['weight_decay']}, "

@@ -65,7 +65,8 @@ class Evaluation:
 
 def encode(documents: list[Document], tokenizer: Tokenizer, device: torch.device) -> Tokens:
     """All documents in one stream, each begun and the last one ended by END_OF_TEXT."""
-    end: int = tokenizer.token_to_id(END_OF_TEXT)
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    assert end is not None
     stream: list[int] = []
     for encoding in tokenizer.encode_batch([d.text for d in documents]):
         stream.append(end)
