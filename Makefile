@@ -35,7 +35,7 @@ BUILD_TOOLS += $(if $(filter OFF,$(CUDA)),,$(if $(NVCC),,$(COMPILER)))
 export SKBUILD_BUILD_DIR := build/python
 export SKBUILD_CMAKE_DEFINE := \
   RIDGELINE_CUDA=$(CUDA)$(if $(CUDA_ARCHS),;RIDGELINE_CUDA_ARCHS=$(CUDA_ARCHS))
-PIP_INSTALL = $(RUN) -m pip install --quiet --disable-pip-version-check
+PIP_INSTALL = $(RUN) -m pip install -qq --disable-pip-version-check
 BUILD_INSTALL = $(WITH_TOOLS); $(PIP_INSTALL) --no-build-isolation $(TORCH) $(BUILD_TOOLS)
 
 # A venv's programs (cmake, ninja) come before the machine's.

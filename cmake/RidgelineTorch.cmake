@@ -8,7 +8,7 @@ if(NOT RIDGELINE_TORCH_DIR)
       "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s else '')"
     OUTPUT_VARIABLE torch_dir OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 else()
-  set(torch_dir ${RIDGELINE_TORCH_DIR})
+  set(torch_dir "${RIDGELINE_TORCH_DIR}")
 endif()
 if(NOT EXISTS "${torch_dir}/include/torch/csrc/stable/library.h")
   message(FATAL_ERROR "PyTorch 2.10 or later is needed to build: looked in '${torch_dir}'")
@@ -20,9 +20,9 @@ target_compile_definitions(ridgeline_torch INTERFACE TORCH_TARGET_VERSION=0x020a
 target_link_libraries(ridgeline_torch INTERFACE "${torch_dir}/lib/libtorch_cpu.so")
 set(RIDGELINE_TORCH_LIB_DIR "${torch_dir}/lib")
 
-execute_process(COMMAND ${Python_EXECUTABLE} -m pybind11 --cmakedir
+execute_process(COMMAND ${Python_EXECUTABLE} -c "import pybind11; print(pybind11.get_cmake_dir())"
   OUTPUT_VARIABLE pybind11_dir OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE failed ERROR_QUIET)
 if(failed)
   message(FATAL_ERROR "pybind11 is needed to build: ${Python_EXECUTABLE} -m pip install pybind11")
 endif()
-find_package(pybind11 CONFIG REQUIRED PATHS ${pybind11_dir} NO_DEFAULT_PATH)
+find_package(pybind11 CONFIG REQUIRED PATHS "${pybind11_dir}" NO_DEFAULT_PATH)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from ridgeline import _C as _core  # noqa: F401  (importing it registers the ops)
+from ridgeline import _C as _core  # importing it registers the ops
 
 _DRIVER_FOR_CUDA_13 = 13000
 
@@ -43,7 +43,7 @@ def _reason_not_to_load(path: Path) -> str:
 
 
 def _load_cuda() -> CudaPart:
-    path = Path(__file__).parent / "_cuda.so"
+    path = Path(_core.__file__).parent / "_cuda.so"  # beside _C, also in an editable install
     reason = _reason_not_to_load(path)
     if reason:
         return CudaPart(False, reason)
