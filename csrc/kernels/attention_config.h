@@ -1,0 +1,104 @@
+#pragma once
+#include <algorithm>
+
+#include "common/math.h"
+#include "kernels/attention.h"
+
+/// What the host, the kernels and the CPU op must agree on, as pure functions: where a sequence
+/// lies, what a query sees, and how the work is cut. Nothing here depends on a neighbour in the
+/// batch, so neither does a row's result.
+namespace ridgeline::attention_config {
+
+constexpr int kKeyTile = 64;     // keys of one softmax step, cut at multiples of this position
+constexpr int kFewQueries = 16;  // at most so many queries, and ...
+constexpr int kFewRows = 64;     // ... rows (queries x group) are cut along the keys
+constexpr int kMaxSplits = 64;
+
+/// The runs of one sequence.
+struct Sequence {
+  std::int64_t q_begin, k_begin;  // first row of a packed q and k; 0 otherwise
+  std::int32_t q_len, k_len;
+  std::int32_t k_start;
+};
+
+/// The runs of sequence `b`, clamped to what q, k and the block table hold.
+constexpr Sequence sequence_of(const AttentionParams& p, std::int32_t b) {
+  Sequence s{.q_begin = 0, .k_begin = 0, .q_len = p.max_q, .k_len = p.max_k, .k_start = 0};
+  if (p.cu_q != nullptr) {
+    s.q_begin = std::clamp<std::int64_t>(p.cu_q[b], 0, p.total_q);
+    const std::int64_t end = std::clamp<std::int64_t>(p.cu_q[b + 1], s.q_begin, p.total_q);
+    s.q_len = static_cast<std::int32_t>(std::min<std::int64_t>(end - s.q_begin, p.max_q));
+  }
+  if (p.cu_k != nullptr) {
+    s.k_begin = std::clamp<std::int64_t>(p.cu_k[b], 0, p.total_k);
+    const std::int64_t end = std::clamp<std::int64_t>(p.cu_k[b + 1], s.k_begin, p.total_k);
+    s.k_len = static_cast<std::int32_t>(std::min<std::int64_t>(end - s.k_begin, p.max_k));
+  }
+  if (p.seq_lens != nullptr) s.k_len = std::clamp(p.seq_lens[b], 0, p.max_k);
+  if (p.k_start != nullptr) s.k_start = std::clamp(p.k_start[b], 0, s.k_len);
+  return s;
+}
+
+/// Keys begin <= n < end; both ends never fall as the query moves on.
+struct KeyRange {
+  std::int32_t begin, end;
+};
+
+/// What query `i` of the sequence sees.
+constexpr KeyRange visible_keys(const AttentionParams& p, const Sequence& s, std::int32_t i) {
+  const std::int32_t position = s.k_len - s.q_len + i;
+  KeyRange range{.begin = s.k_start, .end = s.k_len};
+  if (p.window > 0) range.begin = std::max(range.begin, position - p.window + 1);
+  if (p.causal) range.end = std::max(position + 1, 0);
+  return range;
+}
+
+/// Few queries: the keys are cut into splits of a fixed size, so that few sequences fill the GPU.
+constexpr bool is_split(std::int32_t q_len, std::int32_t group) {
+  return q_len == 1 || (q_len <= kFewQueries && q_len * group <= kFewRows);
+}
+
+/// Keys a split: 128 KB of keys and values, so that writing and reading a partial result of up to
+/// 8 rows stays a few per cent of it; doubled where a sequence would need more than kMaxSplits.
+constexpr std::int32_t split_keys(std::int32_t head_dim, std::int32_t kv_bytes,
+                                  std::int32_t k_len) {
+  std::int32_t keys = 65536 / (std::max(round_up(head_dim, 64), 64) * kv_bytes);
+  keys = keys / kKeyTile * kKeyTile;
+  while (ceil_div(k_len, keys) > kMaxSplits) keys *= 2;
+  return keys;
+}
+
+constexpr std::int32_t split_count(std::int32_t head_dim, std::int32_t kv_bytes,
+                                   std::int32_t k_len) {
+  return std::max(ceil_div(k_len, split_keys(head_dim, kv_bytes, k_len)), 1);
+}
+
+/// No sequence of at most max_k keys has more splits.
+constexpr std::int32_t max_split_count(std::int32_t head_dim, std::int32_t kv_bytes,
+                                       std::int32_t max_k) {
+  return std::clamp(ceil_div(max_k, split_keys(head_dim, kv_bytes, 0)), 1, kMaxSplits);
+}
+
+/// The most rows of one KV head that a sequence of few queries has.
+constexpr std::int32_t max_split_rows(std::int32_t max_q, std::int32_t group) {
+  std::int32_t rows = 0;
+  for (std::int32_t q = 1; q <= std::min(max_q, kFewQueries); ++q)
+    if (is_split(q, group)) rows = q * group;
+  return rows;
+}
+
+/// Floats of a partial row: head_dim sums and, apart, one lse.
+constexpr std::int64_t workspace_rows(const AttentionParams& p) {
+  const std::int32_t kv_bytes = static_cast<std::int32_t>(size_of(p.kv_dtype));
+  const std::int64_t splits = max_split_count(p.head_dim, kv_bytes, p.max_k);
+  if (splits == 1) return 0;  // one split writes the result itself
+  const std::int32_t rows = max_split_rows(p.max_q, p.heads / p.kv_heads);
+  return splits * p.batch * p.kv_heads * rows;
+}
+
+constexpr std::int64_t workspace_bytes(const AttentionParams& p) {
+  if (p.dtype == DType::kFloat32) return 0;  // fp32 runs unsplit
+  return workspace_rows(p) * (p.head_dim + 1) * static_cast<std::int64_t>(sizeof(float));
+}
+
+}  // namespace ridgeline::attention_config
