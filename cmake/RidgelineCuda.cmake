@@ -1,56 +1,14 @@
-# Finds nvcc (CUDACXX, CUDA_HOME, PATH, /usr/local/cuda, the PyPI packages, in this order) and
-# compiles kernels with it. The compiler is called directly: no GPU, driver, cuBLAS or toolkit
+# Finds nvcc (CUDACXX, CUDA_HOME, PATH, /usr/local/cuda, the PyPI packages; the first that works)
+# and compiles kernels with it. The compiler is called directly: no GPU, driver, cuBLAS or toolkit
 # layout is needed, and each source names its own architectures.
+set(RIDGELINE_NVCC "" CACHE FILEPATH "The CUDA compiler; empty: search")
 set(RIDGELINE_WITH_CUDA OFF)
 if(RIDGELINE_CUDA STREQUAL "OFF")
   message(STATUS "Ridgeline: CUDA ops are off (RIDGELINE_CUDA=OFF)")
   return()
+elseif(NOT RIDGELINE_CUDA MATCHES "^(AUTO|ON)$")
+  message(FATAL_ERROR "RIDGELINE_CUDA: expected AUTO, ON or OFF, got '${RIDGELINE_CUDA}'")
 endif()
-
-execute_process(
-  COMMAND ${Python_EXECUTABLE} -c
-    "import importlib.util as u; s = u.find_spec('nvidia'); print(';'.join(s.submodule_search_locations) if s else '')"
-  OUTPUT_VARIABLE pypi_dirs OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
-list(TRANSFORM pypi_dirs APPEND "/cu13/bin")
-
-if(DEFINED ENV{CUDACXX})
-  set(RIDGELINE_NVCC "$ENV{CUDACXX}" CACHE FILEPATH "The CUDA compiler")
-endif()
-find_program(RIDGELINE_NVCC nvcc PATHS ENV CUDA_HOME PATH_SUFFIXES bin NO_DEFAULT_PATH)
-find_program(RIDGELINE_NVCC nvcc PATHS ENV PATH NO_DEFAULT_PATH)
-find_program(RIDGELINE_NVCC nvcc PATHS /usr/local/cuda/bin ${pypi_dirs} NO_DEFAULT_PATH)
-
-set(nvcc_version "")
-if(RIDGELINE_NVCC)
-  execute_process(COMMAND ${RIDGELINE_NVCC} --version OUTPUT_VARIABLE nvcc_text ERROR_QUIET)
-  string(REGEX MATCH "release ([0-9]+\\.[0-9]+)" nvcc_version "${nvcc_text}")
-  set(nvcc_version "${CMAKE_MATCH_1}")
-endif()
-if(NOT nvcc_version OR nvcc_version VERSION_LESS 13.0)
-  if(RIDGELINE_NVCC)
-    set(reason "nvcc at ${RIDGELINE_NVCC} is release '${nvcc_version}', 13.0 or later is needed")
-  else()
-    set(reason "no nvcc in CUDACXX, CUDA_HOME, PATH, /usr/local/cuda or the nvidia-cuda-nvcc package")
-  endif()
-  if(RIDGELINE_CUDA STREQUAL "ON")
-    message(FATAL_ERROR "Ridgeline: RIDGELINE_CUDA=ON, but ${reason}")
-  endif()
-  message(STATUS "Ridgeline: CUDA ops are not built: ${reason}")
-  return()
-endif()
-set(RIDGELINE_WITH_CUDA ON)
-message(STATUS "Ridgeline: CUDA ops for ${RIDGELINE_CUDA_ARCHS} with ${RIDGELINE_NVCC} (${nvcc_version})")
-
-# Headers and the static runtime beside the compiler, in a toolkit's or the packages' layout.
-get_filename_component(nvcc_real "${RIDGELINE_NVCC}" REALPATH)
-get_filename_component(cuda_root "${nvcc_real}" DIRECTORY)
-get_filename_component(cuda_root "${cuda_root}" DIRECTORY)
-find_path(RIDGELINE_CUDA_INCLUDE cuda_runtime.h REQUIRED NO_DEFAULT_PATH
-  PATHS "${cuda_root}/include" "${cuda_root}/targets/x86_64-linux/include"
-        "${cuda_root}/targets/sbsa-linux/include" /usr/local/cuda/include)
-find_library(RIDGELINE_CUDART cudart_static REQUIRED NO_DEFAULT_PATH
-  PATHS "${cuda_root}/lib64" "${cuda_root}/lib" "${cuda_root}/targets/x86_64-linux/lib"
-        "${cuda_root}/targets/sbsa-linux/lib" /usr/local/cuda/lib64)
 
 # "80,90a,90-virtual" as -gencode options; `hopper` keeps those whose code may use sm_90a's own
 # instructions.
@@ -59,10 +17,12 @@ set(RIDGELINE_GENCODE "")
 set(RIDGELINE_GENCODE_SM90 "")
 foreach(arch IN LISTS archs)
   if(NOT arch MATCHES "^[0-9]+[af]?(-virtual)?$")
-    message(FATAL_ERROR "RIDGELINE_CUDA_ARCHS: expected entries such as 80, 90a or 90-virtual, got '${arch}'")
+    message(FATAL_ERROR
+      "RIDGELINE_CUDA_ARCHS: expected entries such as 80, 90a or 90-virtual, got '${arch}'")
   endif()
   if(arch MATCHES "^(.*)-virtual$")
-    list(APPEND RIDGELINE_GENCODE "-gencode=arch=compute_${CMAKE_MATCH_1},code=compute_${CMAKE_MATCH_1}")
+    set(virtual compute_${CMAKE_MATCH_1})
+    list(APPEND RIDGELINE_GENCODE "-gencode=arch=${virtual},code=${virtual}")
   else()
     list(APPEND RIDGELINE_GENCODE "-gencode=arch=compute_${arch},code=sm_${arch}")
     if(arch STREQUAL "90a")
@@ -70,6 +30,97 @@ foreach(arch IN LISTS archs)
     endif()
   endif()
 endforeach()
+
+# ---- The compiler -----------------------------------------------------------------------------
+
+if(RIDGELINE_NVCC)
+  set(candidates "${RIDGELINE_NVCC}")
+elseif(DEFINED ENV{CUDACXX})
+  set(candidates "$ENV{CUDACXX}")
+else()
+  execute_process(COMMAND ${Python_EXECUTABLE} -c
+"import importlib.util
+spec = importlib.util.find_spec('nvidia')
+print(*(spec.submodule_search_locations if spec else ()), sep=';')"
+    OUTPUT_VARIABLE folders OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
+  list(TRANSFORM folders APPEND "/cu13/bin")
+  file(TO_CMAKE_PATH "$ENV{PATH}" path)
+  list(PREPEND folders "$ENV{CUDA_HOME}/bin" ${path} /usr/local/cuda/bin)
+  set(candidates "")
+  foreach(folder IN LISTS folders)
+    if(EXISTS "${folder}/nvcc")
+      list(APPEND candidates "${folder}/nvcc")
+    endif()
+  endforeach()
+  list(REMOVE_DUPLICATES candidates)
+endif()
+
+# Sets `problem` to the reason why this nvcc cannot be used, or to nothing. It is asked to compile
+# an empty kernel: that finds a missing part and a host compiler it does not know.
+function(ridgeline_try_nvcc nvcc)
+  execute_process(COMMAND "${nvcc}" --version
+    OUTPUT_VARIABLE text ERROR_QUIET RESULT_VARIABLE failed)
+  set(version "none")
+  if(text MATCHES "release ([0-9]+\\.[0-9]+)")
+    set(version "${CMAKE_MATCH_1}")
+  endif()
+  set(problem "${nvcc} is of release ${version}, 13.0 or later is needed" PARENT_SCOPE)
+  if(failed OR version STREQUAL "none" OR version VERSION_LESS 13.0)
+    return()
+  endif()
+  set(probe "${CMAKE_CURRENT_BINARY_DIR}/generated/probe.cu")
+  file(WRITE "${probe}" "__global__ void probe() {}\n")
+  execute_process(COMMAND "${nvcc}" -c "${probe}" -o "${probe}.o" -std=c++20 ${RIDGELINE_GENCODE}
+    -ccbin "${CMAKE_CXX_COMPILER}" OUTPUT_VARIABLE text ERROR_VARIABLE text RESULT_VARIABLE failed)
+  if(failed)
+    set(problem "${nvcc} cannot compile an empty kernel: ${text}" PARENT_SCOPE)
+    return()
+  endif()
+  # Headers and the static runtime where this nvcc itself looks, in a toolkit or the packages.
+  execute_process(COMMAND "${nvcc}" --dryrun -c "${probe}" OUTPUT_VARIABLE text ERROR_VARIABLE text)
+  string(REGEX MATCH "TOP=([^\n]*)" _ "${text}")
+  set(root "${CMAKE_MATCH_1}")
+  string(REGEX MATCHALL "_TARGET_DIR_=[^\n]*" target "${text}")
+  list(POP_BACK target target)
+  string(REPLACE "_TARGET_DIR_=" "" target "${target}")
+  file(REAL_PATH "${root}/${target}" root BASE_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}")
+  find_path(include cuda_runtime.h NO_CACHE NO_DEFAULT_PATH PATHS "${root}/include")
+  find_library(cudart cudart_static NO_CACHE NO_DEFAULT_PATH PATHS "${root}/lib64" "${root}/lib")
+  if(NOT include OR NOT cudart)
+    set(problem "${nvcc} has no cuda_runtime.h or libcudart_static.a under ${root}" PARENT_SCOPE)
+    return()
+  endif()
+  set(problem "" PARENT_SCOPE)
+  set(nvcc_version "${version}" PARENT_SCOPE)
+  set(RIDGELINE_CUDA_INCLUDE "${include}" PARENT_SCOPE)
+  set(RIDGELINE_CUDART "${cudart}" PARENT_SCOPE)
+endfunction()
+
+set(problems "")
+foreach(nvcc IN LISTS candidates)
+  ridgeline_try_nvcc("${nvcc}")
+  if(NOT problem)
+    set(RIDGELINE_WITH_CUDA ON)
+    set(ridgeline_nvcc "${nvcc}")
+    break()
+  endif()
+  string(APPEND problems "\n  ${problem}")
+endforeach()
+if(NOT candidates)
+  set(problems
+    " no nvcc was found by CUDACXX, CUDA_HOME, PATH, /usr/local/cuda or package nvidia-cuda-nvcc")
+endif()
+if(RIDGELINE_WITH_CUDA)
+  message(STATUS
+    "Ridgeline: CUDA ops for ${RIDGELINE_CUDA_ARCHS} with ${ridgeline_nvcc} (${nvcc_version})")
+elseif(RIDGELINE_CUDA STREQUAL "ON")
+  message(FATAL_ERROR "Ridgeline: RIDGELINE_CUDA=ON, but${problems}")
+else()
+  message(STATUS "Ridgeline: CUDA ops are not built:${problems}")
+  return()
+endif()
+
+# ---- Kernels ----------------------------------------------------------------------------------
 
 # One object from one kernel file; `gencode` is the name of a list.
 function(ridgeline_compile_cuda source gencode result)
@@ -82,12 +133,12 @@ function(ridgeline_compile_cuda source gencode result)
   add_custom_command(
     OUTPUT "${object}"
     COMMAND ${CMAKE_COMMAND} -E make_directory "${CMAKE_CURRENT_BINARY_DIR}/cuda"
-    COMMAND ${launcher} ${RIDGELINE_NVCC} -c "${CMAKE_CURRENT_SOURCE_DIR}/${source}" -o "${object}"
-      -MD -MF "${object}.d" -std=c++20 -O3 ${${gencode}} -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
-      -ccbin ${CMAKE_CXX_COMPILER} -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
+    COMMAND ${launcher} "${ridgeline_nvcc}" -c "${CMAKE_CURRENT_SOURCE_DIR}/${source}"
+      -o "${object}" -MD -MF "${object}.d" -std=c++20 -O3 ${${gencode}} -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
+      -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
       --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=--warn-on-spills
       -Xptxas=--warn-on-local-memory-usage
-    DEPENDS "${source}" DEPFILE "${object}.d" JOB_POOL cuda VERBATIM
+    DEPENDS "${source}" DEPFILE "${object}.d" JOB_POOL ridgeline_compile VERBATIM
     COMMENT "CUDA ${source}")
   set(${result} "${object}" PARENT_SCOPE)
 endfunction()
@@ -98,8 +149,9 @@ function(ridgeline_torch_cuda_library result)
     set(${result} "${RIDGELINE_TORCH_LIB_DIR}/libtorch_cuda.so" PARENT_SCOPE)
     return()
   endif()
-  file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/generated/torch_cuda_stub.cpp" "")
-  add_library(ridgeline_torch_cuda_stub SHARED "${CMAKE_CURRENT_BINARY_DIR}/generated/torch_cuda_stub.cpp")
+  set(source "${CMAKE_CURRENT_BINARY_DIR}/generated/torch_cuda_stub.cpp")
+  file(CONFIGURE OUTPUT "${source}" CONTENT "")
+  add_library(ridgeline_torch_cuda_stub SHARED "${source}")
   set_target_properties(ridgeline_torch_cuda_stub PROPERTIES OUTPUT_NAME torch_cuda
     LIBRARY_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/generated")
   set(${result} ridgeline_torch_cuda_stub PARENT_SCOPE)
@@ -126,7 +178,8 @@ function(ridgeline_add_cuda_module name)
   target_include_directories(${name} SYSTEM PRIVATE "${RIDGELINE_CUDA_INCLUDE}")
   ridgeline_torch_cuda_library(torch_cuda)
   target_link_libraries(${name} PRIVATE ridgeline_common ridgeline_torch ridgeline_build_info
-    ${RIDGELINE_CUDART} ${CMAKE_DL_LIBS} rt pthread)
-  target_link_libraries(${name} PRIVATE -Wl,--push-state,--no-as-needed ${torch_cuda} -Wl,--pop-state)
+    "${RIDGELINE_CUDART}" ${CMAKE_DL_LIBS} rt pthread)
+  target_link_libraries(${name} PRIVATE
+    -Wl,--push-state,--no-as-needed ${torch_cuda} -Wl,--pop-state)
   target_link_options(${name} PRIVATE -Wl,--exclude-libs,ALL -s)
 endfunction()

@@ -1,11 +1,14 @@
 # Torch is reached through its stable ABI alone: headers and one library, found without importing
 # torch and without find_package(Torch). Sets the target ridgeline_torch and finds pybind11.
-set(RIDGELINE_TORCH_DIR "" CACHE PATH "Folder of the torch package; empty: that of the Python in use")
+set(RIDGELINE_TORCH_DIR "" CACHE PATH
+    "Folder of the torch package; empty: that of the Python in use")
 
 if(NOT RIDGELINE_TORCH_DIR)
   execute_process(
     COMMAND ${Python_EXECUTABLE} -c
-      "import importlib.util as u, os; s = u.find_spec('torch'); print(os.path.dirname(s.origin) if s else '')"
+"import importlib.util, os
+spec = importlib.util.find_spec('torch')
+print(os.path.dirname(spec.origin) if spec else '')"
     OUTPUT_VARIABLE torch_dir OUTPUT_STRIP_TRAILING_WHITESPACE COMMAND_ERROR_IS_FATAL ANY)
 else()
   set(torch_dir "${RIDGELINE_TORCH_DIR}")
