@@ -1,0 +1,131 @@
+"""What a request gives back: text, tokens, log-probabilities, reasons and times."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Logprob(NamedTuple):
+    """One candidate at one position; the natural logarithm of its probability."""
+
+    logprob: float
+    decoded_token: str | None
+
+
+Logprobs = dict[int, Logprob]
+"""Token id -> its entry: the token of the output (or prompt) first, then the most likely ones."""
+
+
+@dataclass
+class RequestMetrics:
+    """When things happened, in seconds of ``time.perf_counter()``; durations in seconds.
+
+    ``token_times`` has one time a token of the first output. A duration is None until both of
+    its ends are known.
+    """
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    finished_time: float | None = None
+    token_times: list[float] = field(default_factory=list)
+
+    @property
+    def queue(self) -> float | None:
+        """From arrival to the first step that computed something of the request."""
+        return _between(self.arrival_time, self.first_scheduled_time)
+
+    @property
+    def prefill(self) -> float | None:
+        """From that step's start to the first token."""
+        return _between(self.first_scheduled_time, self.first_token_time)
+
+    @property
+    def ttft(self) -> float | None:
+        """Time to first token: from arrival."""
+        return _between(self.arrival_time, self.first_token_time)
+
+    @property
+    def decode(self) -> float | None:
+        """From the first token to the last."""
+        return _between(self.first_token_time, self.finished_time)
+
+    @property
+    def inter_token(self) -> list[float]:
+        """The times between tokens of the first output: one less than it has tokens."""
+        return [b - a for a, b in zip(self.token_times, self.token_times[1:])]
+
+
+@dataclass
+class CompletionOutput:
+    """One of the ``n`` outputs of a request.
+
+    Attributes:
+        finish_reason: "stop" (end of sequence, stop token or stop string), "length", "abort", or
+            "error" (the callback raised); None while the request runs.
+        stop_reason: the stop string or stop token that ended it; None for the model's own
+            end-of-sequence token and for every other reason.
+        cumulative_logprob: sum over the sampled tokens; None without ``logprobs``.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    logprobs: list[Logprobs] | None = None
+    cumulative_logprob: float | None = None
+
+
+@dataclass
+class RequestOutput:
+    """A request and its outputs, in the order of ``index``.
+
+    Attributes:
+        prompt: the text; None for a prompt given as token ids.
+        prompt_logprobs: one entry a prompt token (None for the first, which nothing predicts);
+            None if not asked for.
+        error: what the callback raised, if it did; the request was aborted then.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    metrics: RequestMetrics
+    prompt_logprobs: list[Logprobs | None] | None = None
+    error: Exception | None = None
+
+    @property
+    def finished(self) -> bool:
+        return all(output.finish_reason is not None for output in self.outputs)
+
+
+@dataclass(frozen=True)
+class StreamOutput:
+    """What one step added to one output of a request: the new tokens and text only.
+
+    ``text`` may lag behind the tokens: it ends neither inside a character nor where a stop
+    string could have begun. Joined, the pieces are the text of the finished output.
+
+    Attributes:
+        prompt_index: which of the prompts given to ``stream`` or ``generate``.
+        index: which of its ``n`` outputs.
+        finish_reason: set on the last piece of the output.
+        request: the whole request, on the last piece of its last output; None before.
+    """
+
+    request_id: str
+    prompt_index: int
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[Logprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    request: RequestOutput | None = None
+
+
+def _between(start: float | None, end: float | None) -> float | None:
+    return None if start is None or end is None else end - start

@@ -1,0 +1,192 @@
+"""The host's side of a request: its outputs as tokens come, stop strings, times."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from ridgeline.outputs import (
+    CompletionOutput,
+    Logprob,
+    Logprobs,
+    RequestMetrics,
+    RequestOutput,
+    StreamOutput,
+)
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.tokenizer import Detokenizer, StopStrings, Tokenizer
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The log-probabilities of one position: the token itself, then the most likely ones."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Request:
+    """One prompt and its ``n`` outputs; each piece of output is appended to ``updates``."""
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        seq_ids: list[int],
+        updates: deque[StreamOutput],
+        *,
+        prompt_index: int,
+        tokenizer: Tokenizer | None,
+        arrival_time: float,
+    ) -> None:
+        self.params = params
+        self.prompt_index = prompt_index
+        self.updates = updates
+        self.output = RequestOutput(
+            request_id=request_id,
+            prompt=prompt,
+            prompt_token_ids=prompt_token_ids,
+            outputs=[CompletionOutput(index=i) for i in range(params.n)],
+            metrics=RequestMetrics(arrival_time),
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
+        )
+        self.sequences = [
+            Sequence(self, seq_id, completion, tokenizer)
+            for seq_id, completion in zip(seq_ids, self.output.outputs, strict=True)
+        ]
+        self._tokenizer = tokenizer
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finished
+
+    def add_prompt_logprobs(self, candidates: Candidates) -> None:
+        """Takes the candidates of the next prompt token; positions come in order."""
+        entries = self.output.prompt_logprobs
+        assert entries is not None
+        token = self.output.prompt_token_ids[len(entries)]
+        entries.append(logprobs_of(token, candidates, self._tokenizer))
+
+
+class Sequence:
+    """One output of a request while it grows."""
+
+    def __init__(
+        self,
+        request: Request,
+        seq_id: int,
+        output: CompletionOutput,
+        tokenizer: Tokenizer | None,
+    ) -> None:
+        params = request.params
+        self.request = request
+        self.seq_id = seq_id
+        self._output = output
+        self._tokenizer = tokenizer
+        self._detokenizer = None
+        if tokenizer is not None and params.detokenize:
+            self._detokenizer = Detokenizer(
+                tokenizer, skip_special_tokens=params.skip_special_tokens
+            )
+        self._stops = StopStrings(params.stop if isinstance(params.stop, tuple) else ())
+        self._text: list[str] = []
+        if params.logprobs is not None:
+            output.logprobs, output.cumulative_logprob = [], 0.0
+
+    @property
+    def index(self) -> int:
+        return self._output.index
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self._output.token_ids
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self._output.logprobs is not None
+
+    @property
+    def finished(self) -> bool:
+        return self._output.finish_reason is not None
+
+    def append(
+        self, token: int, finish_reason: str | None, candidates: Candidates | None, now: float
+    ) -> bool:
+        """Takes a sampled token; True if a stop string in its text ended the output now."""
+        output, params, metrics = self._output, self.request.params, self.request.output.metrics
+        output.token_ids.append(token)
+        logprobs = None
+        if candidates is not None and output.logprobs is not None:
+            logprobs = logprobs_of(token, candidates, self._tokenizer)
+            output.logprobs.append(logprobs)
+            output.cumulative_logprob = (output.cumulative_logprob or 0.0) + candidates.logprob
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+        if output.index == 0:
+            metrics.token_times.append(now)
+        text, found = self._read(token, stopped=finish_reason == "stop")
+        if found is not None:
+            output.finish_reason, output.stop_reason = "stop", found
+        elif finish_reason is not None:
+            text += self._rest()
+            output.finish_reason = finish_reason
+            if finish_reason == "stop" and token in params.stop_token_ids:
+                output.stop_reason = token
+        self._emit(text, [token], logprobs, now)
+        return found is not None
+
+    def end(self, reason: str, now: float) -> None:
+        """Ends the output between tokens: "abort" or "error"."""
+        self._output.finish_reason = reason
+        self._emit(self._rest(), [], None, now)
+
+    def _read(self, token: int, *, stopped: bool) -> tuple[str, str | None]:
+        """New text that may be shown, and the stop string in it, if any.
+
+        The token that stopped the output has no text of its own.
+        """
+        if self._detokenizer is None or stopped:
+            return "", None
+        active = len(self._output.token_ids) >= self.request.params.min_tokens
+        return self._stops.push(self._detokenizer.push(token), active=active)
+
+    def _rest(self) -> str:
+        if self._detokenizer is None:
+            return ""
+        shown, _ = self._stops.push(self._detokenizer.finish(), active=False)
+        return shown
+
+    def _emit(self, text: str, token_ids: list[int], logprobs: Logprobs | None, now: float) -> None:
+        output, request = self._output, self.request
+        self._text.append(text)
+        if output.finish_reason is not None:
+            output.text = "".join(self._text)
+            if request.finished:
+                request.output.metrics.finished_time = now
+        request.updates.append(
+            StreamOutput(
+                request_id=request.output.request_id,
+                prompt_index=request.prompt_index,
+                index=output.index,
+                text=text,
+                token_ids=token_ids,
+                logprobs=None if logprobs is None else [logprobs],
+                finish_reason=output.finish_reason,
+                stop_reason=output.stop_reason,
+                request=request.output if request.finished else None,
+            )
+        )
+
+
+def logprobs_of(token: int, candidates: Candidates, tokenizer: Tokenizer | None) -> Logprobs:
+    """The entry of one position: the token first, then the most likely ones in order."""
+    values = {token: candidates.logprob}
+    for top, logprob in zip(candidates.top_ids, candidates.top_logprobs, strict=True):
+        values.setdefault(top, logprob)
+    return {
+        key: Logprob(value, None if tokenizer is None else tokenizer.token_text(key))
+        for key, value in values.items()
+    }
