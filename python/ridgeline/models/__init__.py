@@ -1,0 +1,1 @@
+"""Models as data: one decoder, a spec for each architecture, a loader."""

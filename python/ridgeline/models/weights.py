@@ -1,0 +1,156 @@
+"""Which tensors a checkpoint must hold, and reading them from safetensors files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline.models.config import ModelConfig
+
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of the decoder: the rows of ``parts`` (checkpoint name, shape), stacked."""
+
+    name: str
+    parts: tuple[tuple[str, tuple[int, ...]], ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows = sum(shape[0] for _, shape in self.parts)
+        return (rows, *self.parts[0][1][1:])
+
+
+def parameters(config: ModelConfig) -> Iterator[Parameter]:
+    """Every tensor of the decoder that ``config`` describes, layer by layer."""
+    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    # Module -> rows of each part, columns (0: a vector), and whether it has a bias.
+    shapes: dict[str, tuple[tuple[int, ...], int, bool]] = {
+        "embedding": ((vocab,), hidden, False),
+        "layers.{i}.attention_norm": ((hidden,), 0, False),
+        "layers.{i}.qkv": ((query, kv, kv), hidden, config.qkv_bias),
+        "layers.{i}.output": ((hidden,), query, config.output_bias),
+        "layers.{i}.mlp_norm": ((hidden,), 0, False),
+        "layers.{i}.gate_up": ((inner, inner), hidden, config.mlp_bias),
+        "layers.{i}.down": ((hidden,), inner, config.mlp_bias),
+        "norm": ((hidden,), 0, False),
+        "head": ((vocab,), hidden, False),
+    }
+    for module, sources in config.spec.weights.items():
+        if module == "head" and config.tied_embeddings:
+            continue
+        rows, columns, bias = shapes[module]
+        for i in range(config.num_layers if "{i}" in module else 1):
+            name, names = module.format(i=i), [source.format(i=i) for source in sources]
+            tail = (columns,) if columns else ()
+            yield Parameter(
+                f"{name}.weight",
+                tuple((f"{n}.weight", (r, *tail)) for n, r in zip(names, rows, strict=True)),
+            )
+            if bias:
+                yield Parameter(
+                    f"{name}.bias",
+                    tuple((f"{n}.bias", (r,)) for n, r in zip(names, rows, strict=True)),
+                )
+
+
+class Checkpoint:
+    """The safetensors files of a folder: checked as a whole first, then read tensor by tensor.
+
+    Args:
+        folder: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards.
+        device: where tensors are read to.
+    """
+
+    def __init__(self, folder: Path, device: torch.device) -> None:
+        files = _files(folder)
+        self._folder = folder
+        self._file_of: dict[str, Any] = {}
+        for path in files:
+            handle = _open(path, device)
+            self._file_of.update(dict.fromkeys(handle.keys(), handle))
+
+    def check(self, config: ModelConfig) -> None:
+        """All that is missing, left over or of a wrong shape, in one error."""
+        expected = dict(part for parameter in parameters(config) for part in parameter.parts)
+        problems = [f"missing: {name} {list(expected[name])}" for name in expected
+                    if name not in self._file_of]  # fmt: skip
+        for name, handle in self._file_of.items():
+            if name in expected:
+                shape = tuple(handle.get_slice(name).get_shape())
+                if shape != expected[name]:
+                    problems.append(
+                        f"wrong shape: {name}: expected {list(expected[name])}, got {list(shape)}"
+                    )
+            elif not self._may_be_left_over(name, config):
+                problems.append(f"not part of the architecture: {name}")
+        if problems:
+            raise ValueError(
+                f"the checkpoint in {self._folder} does not fit its config.json "
+                f"({config.spec.model_type}):\n  " + "\n  ".join(problems)
+            )
+
+    def read(self, name: str) -> Tensor:
+        tensor: Tensor = self._file_of[name].get_tensor(name)
+        return tensor
+
+    @staticmethod
+    def _may_be_left_over(name: str, config: ModelConfig) -> bool:
+        tied_head = config.tied_embeddings and name == config.spec.weights["head"][0] + ".weight"
+        return tied_head or name.endswith(config.spec.ignored)
+
+
+def _open(path: Path, device: torch.device) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError("loading weights needs safetensors: pip install safetensors") from error
+    try:
+        return safe_open(path, framework="pt", device=str(device))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is truncated or not a safetensors file: {error}") from error
+
+
+def _files(folder: Path) -> list[Path]:
+    index, single = folder / _INDEX, folder / "model.safetensors"
+    if index.is_file():
+        return _shards(folder, index)
+    if single.is_file():
+        return [single]
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise ValueError(
+            f"{folder} holds its weights as pickle files ({', '.join(pickled)}), which can run "
+            "code when loaded and are refused: convert them to safetensors"
+        )
+    raise FileNotFoundError(f"no weights in {folder}: neither {single.name} nor {index.name}")
+
+
+def _shards(folder: Path, index: Path) -> list[Path]:
+    """The files that the index names; each must be inside the folder."""
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(set(weight_map.values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+    for name in names:
+        # Judged by both systems' rules, so that a file is refused everywhere or nowhere.
+        for path in (PurePosixPath(name), PureWindowsPath(name)):
+            if path.is_absolute() or path.drive or path.root or ".." in path.parts:
+                raise ValueError(f"{index} names a file outside its folder: {name!r}")
+        if not name.endswith(".safetensors"):
+            raise ValueError(f"{index} names a file that is not safetensors: {name!r}")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise FileNotFoundError(f"{index} names files that do not exist: {', '.join(missing)}")
+    return [folder / name for name in names]
