@@ -1,0 +1,132 @@
+"""CUDA graphs of decode steps, and the static buffers that graphs and steps share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ridgeline._C import engine
+
+GraphKey = tuple[int, int]
+"""Token bucket, logits-row bucket: all that a captured decode step depends on."""
+
+_STAGES = 2
+"""Host buffers in turn: a step's is free again once the step before the next was committed."""
+_ALIGNMENT = 4
+
+
+class StepBuffers:
+    """The memory that index arrays of a step travel through, at fixed addresses.
+
+    Attributes:
+        block_tables: int32 ``[max_num_seqs, max_blocks_per_seq]`` on the device.
+        last_tokens: the tokens sampled by the step before, one a logits row.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        max_num_seqs: int,
+        max_blocks_per_seq: int,
+        max_num_batched_tokens: int,
+        extra: int,
+    ) -> None:
+        """``extra``: int32s a step may add to its arena."""
+        # Three arrays of tokens, three of sequences, three of rows, each padded; then the lists:
+        # no block-table entry is updated twice, no sequence copies more than one block.
+        tokens, seqs = max_num_batched_tokens, max_num_seqs
+        fixed = 6 * tokens + 3 * seqs + 10 * _ALIGNMENT
+        self._capacity = fixed + 3 * seqs * max_blocks_per_seq + 2 * seqs + extra
+        self.block_tables = torch.zeros(
+            (seqs, max_blocks_per_seq), dtype=torch.int32, device=device
+        )
+        self.last_tokens = torch.zeros(max(tokens, seqs), dtype=torch.int32, device=device)
+        self._arena = None
+        if device.type == "cuda":
+            self._arena = torch.zeros(self._capacity, dtype=torch.int32, device=device)
+        self._stages: list[Tensor] = []
+        self._turn = 0
+
+    def upload(
+        self, arena: engine.Arena, count: int, fill: Callable[[Tensor], None]
+    ) -> tuple[Tensor, Tensor]:
+        """Copies ``arena`` and ``count`` more int32s, written by ``fill``, to the device.
+
+        One copy, asynchronous. Returns both on the device; the second starts at 16 bytes.
+        """
+        source = torch.frombuffer(arena, dtype=torch.int32)
+        start = -(-len(arena) // _ALIGNMENT) * _ALIGNMENT
+        size = start + count
+        if size > self._capacity:
+            raise RuntimeError(f"a step of {size} int32 exceeds the arena's {self._capacity}")
+        stage = self._stage(size)
+        stage[: len(arena)].copy_(source)
+        fill(stage[start:size])
+        if self._arena is None:
+            return stage[: len(arena)], stage[start:size]
+        self._arena[:size].copy_(stage[:size], non_blocking=True)
+        return self._arena[: len(arena)], self._arena[start:size]
+
+    def _stage(self, size: int) -> Tensor:
+        if self._arena is None:  # On the CPU a step's arrays are read where they are written.
+            return torch.empty(size, dtype=torch.int32)
+        if len(self._stages) < _STAGES:
+            self._stages.append(torch.empty(self._capacity, dtype=torch.int32, pin_memory=True))
+        self._turn = (self._turn + 1) % _STAGES
+        return self._stages[self._turn % len(self._stages)]
+
+
+class DecodeGraphs:
+    """Captured decode steps by key, made when first needed; all use one memory pool.
+
+    Attributes:
+        logits: ``[max_num_seqs, vocab]``, where every step leaves its rows. That costs a copy of
+            them, and spares the pool a tensor of logits for each graph.
+    """
+
+    def __init__(self, max_num_seqs: int, vocab: int, like: Tensor) -> None:
+        self.buckets = decode_buckets(max_num_seqs)
+        self.logits = like.new_empty((max_num_seqs, vocab))
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+
+    def key(self, tokens: int) -> GraphKey | None:
+        """The smallest bucket that holds a decode step of ``tokens``, or None."""
+        bucket = next((size for size in self.buckets if size >= tokens), None)
+        return None if bucket is None else (bucket, bucket)
+
+    def run(self, key: GraphKey, compute: Callable[[], Tensor]) -> Tensor:
+        """The logits that ``compute`` returns, at their fixed place.
+
+        Requires: ``compute`` reads and writes fixed addresses, the same ones for the same key.
+        """
+        rows = key[1]
+        graph = self._graphs.get(key)
+        if graph is None:
+            # The first run loads kernels and opens libraries, which a capture must not do. That
+            # the step is then run a second time changes nothing: it writes the same values.
+            compute()
+            graph = torch.cuda.CUDAGraph()
+            first = next(iter(self._graphs.values()), None)
+            pool = None if first is None else first.pool()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self.logits[:rows].copy_(compute())
+            self._graphs[key] = graph
+        graph.replay()
+        return self.logits[:rows]
+
+    def clear(self) -> None:
+        for graph in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+
+def decode_buckets(max_num_seqs: int) -> list[int]:
+    """Batch sizes that get a graph: few enough to capture, close enough to waste little."""
+    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 64)]
+    return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})

@@ -1,0 +1,217 @@
+"""Runs one scheduled step on the device: upload, model, sampling."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ridgeline import ops
+from ridgeline._C import engine
+from ridgeline.graphs import DecodeGraphs, StepBuffers
+from ridgeline.kv_cache import KVCache
+from ridgeline.models.decoder import Decoder, StepInputs
+from ridgeline.request import Candidates
+from ridgeline.sampler import RowPlan, Sampler
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What one step has at most."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_blocks_per_seq: int
+
+
+class StepResult:
+    """The tokens of a step that may still be running; :meth:`tokens` waits for them.
+
+    Attributes:
+        prompt_rows: rows that hold log-probabilities of a prompt token, in order.
+    """
+
+    def __init__(
+        self, tokens: Tensor, logprobs: tuple[Tensor, Tensor] | None, prompt_rows: list[int]
+    ) -> None:
+        self.prompt_rows = prompt_rows
+        self._logprobs = logprobs
+        self._host_logprobs: tuple[list[list[float]], list[list[int]]] | None = None
+        self._done: torch.cuda.Event | None = None
+        self._tokens = tokens
+        if tokens.is_cuda:
+            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens.copy_(tokens, non_blocking=True)
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def tokens(self) -> list[int]:
+        """The sampled token of each logits row."""
+        if self._done is not None:
+            self._done.synchronize()
+        tokens: list[int] = self._tokens.tolist()
+        return tokens
+
+    def candidates(self, row: int) -> Candidates:
+        """Log-probabilities of a row. Requires: its sequence asked for some."""
+        if self._host_logprobs is None:
+            assert self._logprobs is not None
+            logprobs, ids = self._logprobs
+            self._host_logprobs = logprobs.tolist(), ids.tolist()
+        all_logprobs, all_ids = self._host_logprobs
+        return Candidates(all_logprobs[row][0], all_ids[row][1:], all_logprobs[row][1:])
+
+
+class Runner:
+    """The model, its cache and the buffers of a step."""
+
+    def __init__(
+        self, model: Decoder, cache: KVCache, limits: StepLimits, *, use_graphs: bool
+    ) -> None:
+        device, vocab = model.embedding.device, model.config.vocab_size
+        self._model = model
+        self._cache = cache
+        self._limits = limits
+        self._buffers = StepBuffers(
+            device,
+            max_num_seqs=limits.max_num_seqs,
+            max_blocks_per_seq=limits.max_blocks_per_seq,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            extra=Sampler.words(max(limits.max_num_batched_tokens, limits.max_num_seqs)),
+        )
+        self._graphs = None
+        if use_graphs:
+            self._graphs = DecodeGraphs(limits.max_num_seqs, vocab, like=model.embedding)
+        self.sampling = Sampler(device, vocab)
+        self.asynchronous = device.type == "cuda"
+
+    @torch.inference_mode()
+    def run(self, batch: engine.Batch) -> StepResult:
+        """Launches a step; on a GPU it may still be running when this returns."""
+        key = self._graphs.key(batch.num_tokens) if self._graphs and batch.max_q == 1 else None
+        arena = batch.arena() if key is None else batch.arena(key[0], key[0], key[1])
+        rows = batch.num_rows
+        begin, _ = arena.offsets["row_seq_ids"]
+        row_seq_ids = torch.frombuffer(arena, dtype=torch.int32)[begin : begin + rows]
+        index, words = self._buffers.upload(
+            arena, Sampler.words(rows), lambda out: self.sampling.fill(out, row_seq_ids)
+        )
+        step = _StepArrays(arena, index)
+        self._apply_lists(step)
+        if key is None:
+            hidden = self._hidden(step, max(batch.max_q, 1))
+            logits = None
+        else:
+            assert self._graphs is not None
+            logits = self._graphs.run(key, lambda: self._logits(step))
+            hidden = None
+        return self._sample(batch, step, words, hidden, logits)
+
+    def profile(self, tokens: int, max_q: int) -> None:
+        """Runs a step of padding, as large as given, for the memory it takes."""
+        limits, device = self._limits, self._model.embedding.device
+        seqs = min(limits.max_num_seqs, tokens)
+        zeros = torch.zeros(max(tokens, seqs + 1), dtype=torch.int32, device=device)
+        with torch.inference_mode():
+            tables = self._buffers.block_tables.index_select(0, zeros[:seqs])
+            inputs = StepInputs(
+                input_ids=zeros[:tokens],
+                positions=zeros[:tokens],
+                slots=zeros[:tokens],
+                seq_lens=zeros[:seqs],
+                cu_q=zeros[: seqs + 1],
+                block_tables=tables,
+                max_q=max_q,
+            )
+            hidden = self._model.hidden_states(inputs, self._cache)
+            logits = self._model.logits(hidden[:seqs])
+            words = torch.ones(Sampler.words(seqs), dtype=torch.int32, device=device)
+            self.sampling.sample(logits, words, zeros[:seqs], None, 0)
+
+    def close(self) -> None:
+        if self._graphs is not None:
+            self._graphs.clear()
+
+    def _apply_lists(self, step: _StepArrays) -> None:
+        """Block-table entries that changed, and copies of blocks about to be written."""
+        updates, copies = step.table_updates, step.copies
+        if updates.shape[0]:
+            row, column, block = updates.long().unbind(1)
+            self._buffers.block_tables[row, column] = block.int()
+        if copies.shape[0]:
+            cache = self._cache
+            for layer in zip(cache.k, cache.v, cache.k_scale, cache.v_scale, strict=True):
+                k, v, k_scale, v_scale = layer
+                ops.copy_blocks(k, v, copies, k_scale, v_scale)
+
+    def _hidden(self, step: _StepArrays, max_q: int) -> Tensor:
+        """The last layer's output at the tokens whose logits are wanted."""
+        ids = step.input_ids
+        if self.asynchronous:
+            # A negative id stands for a token that the step before, maybe still running, sampled.
+            last = self._buffers.last_tokens.index_select(0, (-1 - ids).clamp_(min=0))
+            ids = torch.where(ids < 0, last, ids)
+        inputs = StepInputs(
+            input_ids=ids,
+            positions=step.positions,
+            slots=step.slots,
+            seq_lens=step.seq_lens,
+            cu_q=step.cu_q,
+            block_tables=self._buffers.block_tables.index_select(0, step.table_rows),
+            max_q=max_q,
+        )
+        return self._model.hidden_states(inputs, self._cache).index_select(0, step.logits_rows)
+
+    def _logits(self, step: _StepArrays) -> Tensor:
+        return self._model.logits(self._hidden(step, 1))
+
+    def _sample(
+        self,
+        batch: engine.Batch,
+        step: _StepArrays,
+        words: Tensor,
+        hidden: Tensor | None,
+        logits: Tensor | None,
+    ) -> StepResult:
+        """Samples all rows; logits that are not there yet are made a piece of rows at a time."""
+        rows, piece = batch.num_rows, self._limits.max_num_seqs
+        plan: RowPlan | None = self.sampling.plan(batch)
+        parts = []
+        for first in range(0, rows, piece):
+            end = min(first + piece, rows)
+            if hidden is not None:
+                part = self._model.logits(hidden[first:end])
+            else:
+                assert logits is not None
+                part = logits[first:end]
+            positions = step.row_positions[first:end]
+            parts.append(self.sampling.sample(part, words, positions, plan, first))
+        tokens = torch.cat([t for t, _ in parts]) if parts else step.row_positions[:0]
+        self._buffers.last_tokens[:rows].copy_(tokens)
+        logprobs = [pair for _, pair in parts if pair is not None]
+        joined = None
+        if logprobs:
+            joined = torch.cat([p for p, _ in logprobs]), torch.cat([i for _, i in logprobs])
+        return StepResult(tokens, joined, list(plan.targets) if plan is not None else [])
+
+
+class _StepArrays:
+    """The arrays of an arena, by name, where they lie on the device."""
+
+    input_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    seq_lens: Tensor
+    cu_q: Tensor
+    table_rows: Tensor
+    logits_rows: Tensor
+    row_positions: Tensor
+    table_updates: Tensor
+    copies: Tensor
+
+    def __init__(self, arena: engine.Arena, index: Tensor) -> None:
+        for name, (offset, length) in arena.offsets.items():
+            setattr(self, name, index[offset : offset + length])
+        self.table_updates = self.table_updates.view(-1, 3)
+        self.copies = self.copies.view(-1, 2)
