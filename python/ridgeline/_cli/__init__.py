@@ -1,0 +1,1 @@
+"""Subcommands of the ``ridgeline`` command, one module each."""

@@ -1,0 +1,120 @@
+"""``ridgeline generate``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from typing import Any
+
+from ridgeline.llm import LLM
+from ridgeline.outputs import RequestOutput
+from ridgeline.progress import ProgressBar
+from ridgeline.sampling_params import SamplingParams
+
+
+def add_parser(commands: Any) -> None:
+    parser = commands.add_parser(
+        "generate",
+        help="complete prompts with a model",
+        description="Completes each prompt. Text goes to stdout, everything else to stderr; the "
+        "last line gives the speed of prefill and of decode.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help='text; "-": read stdin')
+    parser.add_argument("--model", required=True, help="model folder in Hugging Face layout")
+    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate a prompt")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0, help="0: all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus, in (0, 1]")
+    parser.add_argument("--seed", type=int, default=0, help="of sampling")
+    parser.add_argument("--stop", action="append", default=[], help="ends a text; repeatable")
+    parser.add_argument("--stream", action="store_true", help="print the text as it comes")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: CUDA if it can be used")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
+    parser.add_argument("--quantization", help="int4 or fp8: the weights, while loading")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8 or int8")
+    parser.add_argument("--max-model-len", type=int, help="tokens of a prompt and its output")
+    parser.add_argument("--trace", help="write the scheduler's decisions to this file")
+    parser.set_defaults(run=run)
+
+
+def run(options: argparse.Namespace) -> None:
+    params = SamplingParams(
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        seed=options.seed,
+        stop=options.stop,
+    )
+    prompts = [sys.stdin.read() if prompt == "-" else prompt for prompt in options.prompts]
+    start = time.perf_counter()
+    with LLM(
+        options.model,
+        device=options.device,
+        dtype=options.dtype,
+        quantization=options.quantization,
+        kv_cache_dtype=options.kv_cache_dtype,
+        max_model_len=options.max_model_len,
+        trace=options.trace,
+    ) as llm:
+        loaded = time.perf_counter() - start
+        print(f"loaded {options.model} in {loaded:.1f} s", file=sys.stderr)
+        outputs = _stream(llm, prompts, params) if options.stream else _bar(llm, prompts, params)
+    print(_summary(outputs), file=sys.stderr)
+
+
+def _stream(llm: LLM, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    """One prompt after the other, so that the texts do not mix."""
+    outputs = []
+    for prompt in prompts:
+        print(prompt, end="", flush=True)
+        for piece in llm.stream(prompt, params):
+            print(piece.text, end="", flush=True)
+            if piece.request is not None:
+                outputs.append(piece.request)
+        print()
+    return outputs
+
+
+def _bar(llm: LLM, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
+    """All prompts together behind a progress bar, then their texts."""
+    assert params.max_tokens is not None
+    bar = ProgressBar(len(prompts), tokens=len(prompts) * params.max_tokens)
+    try:
+        outputs = llm.generate(prompts, params, progress=bar.update)
+    finally:
+        bar.close()
+    for output in outputs:
+        print(f"{output.prompt}{output.outputs[0].text}")
+    return outputs
+
+
+def _summary(outputs: list[RequestOutput]) -> str:
+    """Prefill and decode speed apart, each over the time in which some request did it."""
+    prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
+    decoded = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
+    prefill = _covered([(m.first_scheduled_time, m.first_token_time) for m in _metrics(outputs)])
+    decode = _covered([(m.first_token_time, m.finished_time) for m in _metrics(outputs)])
+    return (
+        f"prefill: {prompt_tokens} tokens, {_rate(prompt_tokens, prefill)}; "
+        f"decode: {decoded} tokens, {_rate(decoded, decode)}"
+    )
+
+
+def _metrics(outputs: list[RequestOutput]) -> list[Any]:
+    return [output.metrics for output in outputs]
+
+
+def _covered(spans: list[tuple[float, float]]) -> float:
+    """Length of the union of spans."""
+    total, end = 0.0, float("-inf")
+    for first, last in sorted(spans):
+        total += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return total
+
+
+def _rate(tokens: int, seconds: float) -> str:
+    return f"{tokens / seconds:.1f} tokens/s" if tokens and seconds > 0 else "no time"

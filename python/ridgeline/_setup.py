@@ -1,0 +1,265 @@
+"""From the arguments of ``LLM`` to its parts: checks, model, cache, scheduler, loop."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+
+from ridgeline._C import engine
+from ridgeline._loader import CUDA
+from ridgeline.core import Core
+from ridgeline.kv_cache import KV_DTYPES, KVCache, KVCacheLayout, blocks_for_cpu, blocks_for_cuda
+from ridgeline.models.config import DTYPES, ModelConfig
+from ridgeline.models.decoder import Decoder
+from ridgeline.models.linear import QUANTIZATIONS
+from ridgeline.models.loader import LoadOptions, load_decoder, random_decoder
+from ridgeline.runner import Runner, StepLimits
+from ridgeline.tokenizer import Tokenizer
+
+Progress = Callable[[int, int], None]
+_LOAD_FORMATS = ("auto", "safetensors", "random")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """The keyword arguments of ``LLM``, which documents them; checked here."""
+
+    dtype: str
+    device: str | None
+    block_size: int
+    max_model_len: int | None
+    gpu_memory_utilization: float
+    num_blocks: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    enable_prefix_caching: bool
+    seed: int
+    quantization: str | None
+    kv_cache_dtype: str
+    batch_invariant: bool
+    enforce_eager: bool
+    load_format: str
+    trace: Path | None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, ("auto", *DTYPES))
+        _one_of("quantization", self.quantization, (None, *QUANTIZATIONS))
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES))
+        _one_of("load_format", self.load_format, _LOAD_FORMATS)
+        _one_of("block_size", self.block_size, tuple(range(16, 257, 16)))
+        for name, low in (
+            ("max_model_len", 2),
+            ("num_blocks", 2),
+            ("max_num_seqs", 1),
+            ("max_num_batched_tokens", 1),
+            ("seed", 0),
+        ):
+            value = getattr(self, name)
+            if value is None and name in ("max_model_len", "num_blocks"):
+                continue
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise TypeError(f"{name} must be an integer, got {value!r}")
+            if value < low:
+                raise ValueError(f"{name} must be at least {low}, got {value}")
+        for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
+            )
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), "
+                f"got {self.max_num_batched_tokens}"
+            )
+
+
+@dataclass
+class Parts:
+    """What an open ``LLM`` consists of."""
+
+    core: Core
+    runner: Runner
+    tokenizer: Tokenizer | None
+    no_tokenizer: str
+    max_model_len: int
+    num_blocks: int
+    device: torch.device
+    trace: TextIO | None
+
+    def close(self) -> None:
+        """Lets go of everything and returns the GPU's memory to the driver."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.runner.close()
+        if self.trace is not None:
+            self.trace.close()
+        device = self.device
+        self.__dict__.clear()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def build(
+    model: str | Path | Mapping[str, Any], options: EngineOptions, progress: Progress | None
+) -> Parts:
+    """Checks everything that can be checked before it loads anything."""
+    device = _device(options.device)
+    folder = None if isinstance(model, Mapping) else Path(model)
+    if isinstance(model, Mapping):
+        if options.load_format != "random":
+            raise ValueError(
+                f'a configuration has no weights: load_format must be "random", '
+                f"got {options.load_format!r}"
+            )
+        config = ModelConfig.from_dict(model)
+    else:
+        config = ModelConfig.from_path(Path(model))
+    dtype = _dtype(options.dtype, config, device)
+    max_model_len = _max_model_len(options, config)
+    tokenizer, no_tokenizer = _tokenizer(folder)
+    trace = None if options.trace is None else options.trace.open("w", encoding="utf-8")
+    load = LoadOptions(
+        device=device,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        quantization=options.quantization,
+        batch_invariant=options.batch_invariant,
+    )
+    with torch.no_grad():
+        if folder is None or options.load_format == "random":
+            decoder = random_decoder(config, load, options.seed, progress)
+        else:
+            decoder = load_decoder(config, folder, load, progress)
+        runner, num_blocks, max_model_len = _runner(decoder, options, dtype, max_model_len)
+    scheduler = engine.Scheduler(
+        num_blocks=num_blocks,
+        block_size=options.block_size,
+        max_model_len=max_model_len,
+        vocab_size=config.vocab_size,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        eos_token_ids=config.eos_token_ids,
+        enable_prefix_caching=options.enable_prefix_caching,
+        seed=options.seed,
+        decision_log_size=1 << 16,
+    )
+    core = Core(
+        scheduler,
+        runner,
+        tokenizer,
+        vocab_size=config.vocab_size,
+        max_model_len=max_model_len,
+        eos_token_ids=config.eos_token_ids,
+        seed=options.seed,
+        trace=trace,
+    )
+    return Parts(core, runner, tokenizer, no_tokenizer, max_model_len, num_blocks, device, trace)
+
+
+def _runner(
+    decoder: Decoder, options: EngineOptions, dtype: torch.dtype, max_model_len: int
+) -> tuple[Runner, int, int]:
+    """The runner, the blocks of its cache, and the context that fits into them."""
+    device = decoder.embedding.device
+    layout = KVCacheLayout.of(decoder.config, options.block_size, options.kv_cache_dtype, dtype)
+    use_graphs = device.type == "cuda" and not options.enforce_eager
+
+    def make(num_blocks: int, context: int) -> Runner:
+        cache = KVCache.allocate(layout, num_blocks, device)
+        limits = StepLimits(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_blocks_per_seq=-(-context // options.block_size),
+        )
+        return Runner(decoder, cache, limits, use_graphs=use_graphs)
+
+    if options.num_blocks is not None:
+        num_blocks = options.num_blocks
+    elif device.type == "cpu":
+        num_blocks = blocks_for_cpu(layout, max_model_len)
+    else:
+        activations = _activation_bytes(make(1, max_model_len), options, device)
+        num_blocks = blocks_for_cuda(layout, device, options.gpu_memory_utilization, activations)
+    if options.max_model_len is None:
+        max_model_len = min(max_model_len, (num_blocks - 1) * options.block_size)
+    return make(num_blocks, max_model_len), num_blocks, max_model_len
+
+
+def _activation_bytes(runner: Runner, options: EngineOptions, device: torch.device) -> int:
+    """What a step takes at most beside weights and cache, measured: prefill, and as much as a
+    decode step for the pool of the graphs, and the runner's own buffers."""
+    total = 0
+    for tokens, max_q in ((options.max_num_batched_tokens,) * 2, (options.max_num_seqs, 1)):
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        runner.profile(tokens, max_q)
+        torch.cuda.synchronize(device)
+        total += torch.cuda.max_memory_allocated(device) - before
+    return total
+
+
+def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def _device(name: str | None) -> torch.device:
+    if name is None:
+        name = "cuda" if CUDA.loaded else "cpu"
+    try:
+        device = torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}') from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f'device must be "cpu", "cuda" or "cuda:N", got {name!r}')
+    if device.type == "cuda" and not CUDA.loaded:
+        raise ValueError(f"device {name!r} cannot be used: {CUDA.reason}")
+    if device.type == "cuda":
+        count = torch.cuda.device_count()
+        index = torch.cuda.current_device() if device.index is None else device.index
+        if index >= count:
+            raise ValueError(f"device {name!r} cannot be used: this machine has {count} GPUs")
+        return torch.device("cuda", index)
+    return device
+
+
+def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if config.dtype == torch.float32 else config.dtype
+    if name == "float32" and device.type == "cuda":
+        raise ValueError(
+            'dtype "float32" runs on the CPU only: on CUDA it must be "bfloat16" or "float16"'
+        )
+    return DTYPES[name]
+
+
+def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
+    if options.max_model_len is None:
+        return config.max_position
+    if options.max_model_len > config.max_position:
+        raise ValueError(
+            f"max_model_len must be at most the model's max_position_embeddings "
+            f"({config.max_position}), got {options.max_model_len}"
+        )
+    return options.max_model_len
+
+
+def _tokenizer(folder: Path | None) -> tuple[Tokenizer | None, str]:
+    """The tokenizer, or the reason why there is none."""
+    if folder is None:
+        return None, "it was made from a configuration"
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return None, f"{path} does not exist"
+    return Tokenizer(path), ""

@@ -1,0 +1,318 @@
+"""``LLM``: a model, its cache and its loop, behind ``generate`` and ``stream``."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ridgeline._C import engine
+from ridgeline._setup import EngineOptions, Parts, build
+from ridgeline.core import Core
+from ridgeline.outputs import RequestOutput, StreamOutput
+from ridgeline.progress import ProgressBar
+from ridgeline.request import Request
+from ridgeline.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+"""Text, or token ids that are taken as they are."""
+
+
+class LLM:
+    """A language model ready to generate.
+
+    Args:
+        model: a folder in Hugging Face layout: ``config.json``, ``*.safetensors``, and
+            ``tokenizer.json`` for text (without it prompts are token ids and there is no text).
+        dtype: "auto", "float32", "float16" or "bfloat16". auto: on the CPU float32; on a GPU the
+            checkpoint's own, bfloat16 for float32 ones. float32 runs on the CPU only.
+        device: "cpu", "cuda" or "cuda:N"; None: CUDA if it can be used.
+        block_size: tokens of a cache block, a multiple of 16 from 16 to 256.
+        max_model_len: the most tokens of a prompt and its output; None: what the model allows,
+            but no more than the cache holds.
+        gpu_memory_utilization: the share of the GPU's memory, in (0, 1], that weights, cache and
+            activations may take. Everything that fits becomes cache.
+        num_blocks: the size of the cache in blocks instead, the unused block 0 included.
+        max_num_seqs: the most sequences computed at a time.
+        max_num_batched_tokens: the most tokens of one step; longer prompts are computed in chunks.
+        enable_prefix_caching: keep the blocks of finished requests for prompts that begin alike.
+        seed: of the requests without one of their own, of random weights, of the prefix hash.
+        quantization: None, "int4" or "fp8": the layers' matrices, while loading.
+        kv_cache_dtype: "auto" (that of the model), "fp8" or "int8".
+        batch_invariant: a request's tokens do not depend on what runs beside it, bit for bit.
+        enforce_eager: no CUDA graphs.
+        load_format: "auto" and "safetensors" read the checkpoint; "random" needs none.
+        trace: a file for the scheduler's decisions, one JSON object a line.
+        progress: called with the tensors loaded and their number in all.
+
+    Raises:
+        ValueError, TypeError: an argument is out of range, or the model folder does not fit.
+        FileNotFoundError: the folder or a file of it does not exist.
+
+    The memory is given back by :meth:`close`, by leaving a ``with`` block, or with the object.
+    Methods may be called from several threads; each then drives the steps of all.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Mapping[str, Any],
+        *,
+        dtype: str = "auto",
+        device: str | None = None,
+        block_size: int = 64,
+        max_model_len: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        num_blocks: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 8192,
+        enable_prefix_caching: bool = True,
+        seed: int = 0,
+        quantization: str | None = None,
+        kv_cache_dtype: str = "auto",
+        batch_invariant: bool = False,
+        enforce_eager: bool = False,
+        load_format: str = "auto",
+        trace: str | Path | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> None:
+        self._parts: Parts | None = None
+        self._lock = threading.RLock()
+        options = EngineOptions(
+            dtype=dtype,
+            device=device,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization,
+            num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            seed=seed,
+            quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype,
+            batch_invariant=batch_invariant,
+            enforce_eager=enforce_eager,
+            load_format=load_format,
+            trace=None if trace is None else Path(trace),
+        )
+        self._parts = build(model, options, progress)
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], *, load_format: str = "random", **options: Any
+    ) -> LLM:
+        """A model of this shape with random weights, made on the device; no tokenizer.
+
+        Args:
+            config: the keys of a Hugging Face ``config.json``.
+            load_format: "random", the only one that needs no files.
+            options: those of the constructor.
+        """
+        return cls(config, load_format=load_format, **options)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | Callable[[StreamOutput], None] = False,
+    ) -> list[RequestOutput]:
+        """Completes every prompt; the results are in the order of the prompts.
+
+        Args:
+            prompts: one or many; text or token ids.
+            params: one for all, or one each; None: ``SamplingParams()``.
+            progress: True shows a bar on stderr; a function is called with each piece of output.
+                If it raises, that request ends with ``finish_reason`` "error" and the exception
+                in ``error``, and a warning is given; the others go on.
+
+        Raises:
+            ValueError, TypeError: a prompt or its parameters cannot be served; nothing was run.
+        """
+        updates, requests = self._submit(prompts, params)
+        by_id = {request.output.request_id: request for request in requests}
+        bar = ProgressBar(len(requests)) if progress is True else None
+        callback = bar.update if bar is not None else progress
+        try:
+            for update in self._drive(updates, len(requests)):
+                if callable(callback):
+                    self._call(callback, update, by_id[update.request_id])
+        finally:
+            self._abandon(requests)
+            if bar is not None:
+                bar.close()
+        return [request.output for request in requests]
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[StreamOutput]:
+        """Like :meth:`generate`, but yields each piece of output as it comes.
+
+        The prompts are checked and queued by the call itself. Closing the iterator, or leaving
+        its loop, aborts what still runs.
+        """
+        updates, requests = self._submit(prompts, params)
+        return self._stream(updates, requests)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request now, with ``finish_reason`` "abort"; False if it does not run any more."""
+        with self._lock:
+            return self._core().abort(request_id)
+
+    def stats(self) -> engine.Stats:
+        """Blocks (free, cached, used), sequences, steps, prefix hits, preemptions."""
+        with self._lock:
+            return self._core().scheduler.stats()
+
+    @property
+    def max_model_len(self) -> int:
+        return self._open_parts().max_model_len
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the cache, the unused block 0 included."""
+        return self._open_parts().num_blocks
+
+    def close(self) -> None:
+        """Ends all requests and gives the memory back; a second call does nothing."""
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        # An object whose constructor failed early has no parts.
+        if getattr(self, "_parts", None) is not None:
+            self.close()
+
+    def _open_parts(self) -> Parts:
+        if self._parts is None:
+            raise RuntimeError("this LLM is closed")
+        return self._parts
+
+    def _core(self) -> Core:
+        return self._open_parts().core
+
+    def _submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> tuple[deque[StreamOutput], list[Request]]:
+        """Queues all prompts, or none if one cannot be served."""
+        parts = self._open_parts()
+        items = _prompt_list(prompts)
+        each = _params_list(params, len(items))
+        token_ids = _tokenize(items, parts)
+        updates: deque[StreamOutput] = deque()
+        requests: list[Request] = []
+        with self._lock:
+            try:
+                for i, (item, ids, one) in enumerate(zip(items, token_ids, each, strict=True)):
+                    text = item if isinstance(item, str) else None
+                    requests.append(self._core().add(text, ids, one, updates, i))
+            except (ValueError, TypeError) as error:
+                self._abandon(requests)
+                where = f"prompt {len(requests)}: " if len(items) > 1 else ""
+                raise type(error)(f"{where}{error}") from error
+        return updates, requests
+
+    def _drive(self, updates: deque[StreamOutput], unfinished: int) -> Iterator[StreamOutput]:
+        """Runs steps until every request has ended; the pieces as they come."""
+        while unfinished:
+            while updates:
+                update = updates.popleft()
+                unfinished -= update.request is not None
+                yield update
+            if unfinished:
+                with self._lock:
+                    if not updates and not self._core().step():
+                        raise RuntimeError(
+                            f"{unfinished} requests wait, but no step can be scheduled: "
+                            f"{self._core().scheduler.decisions()[-1:]}"
+                        )
+
+    def _stream(
+        self, updates: deque[StreamOutput], requests: list[Request]
+    ) -> Iterator[StreamOutput]:
+        try:
+            yield from self._drive(updates, len(requests))
+        finally:
+            self._abandon(requests)
+
+    def _call(
+        self, callback: Callable[[StreamOutput], None], update: StreamOutput, request: Request
+    ) -> None:
+        if request.output.error is not None:
+            return
+        try:
+            callback(update)
+        except Exception as error:
+            with self._lock:
+                if not self._core().abort(update.request_id, "error", error):
+                    request.output.error = error
+            warnings.warn(
+                f"the callback raised {error!r}; request {update.request_id} ends there",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _abandon(self, requests: Sequence[Request]) -> None:
+        with self._lock:
+            if self._parts is not None:
+                for request in requests:
+                    if not request.finished:
+                        self._parts.core.abort(request.output.request_id)
+
+
+def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__iter__"):
+        raise TypeError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
+    items: list[Any] = list(prompts)
+    if items and not isinstance(items[0], str) and not hasattr(items[0], "__iter__"):
+        return [items]
+    return items
+
+
+def _params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    each = [params or SamplingParams()] * count if not isinstance(params, Sequence) else params
+    if len(each) != count:
+        raise ValueError(f"params must be one, or one for each of {count} prompts: got {len(each)}")
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, got {one!r}")
+    return list(each)
+
+
+def _tokenize(items: list[Prompt], parts: Parts) -> list[list[int]]:
+    texts = [item for item in items if isinstance(item, str)]
+    if texts and parts.tokenizer is None:
+        raise ValueError(f"a prompt is text, but the model has no tokenizer: {parts.no_tokenizer}")
+    encoded = iter(()) if parts.tokenizer is None else parts.tokenizer.encode(texts)
+    return [
+        next(encoded) if isinstance(item, str) else _ids(item, index)
+        for index, item in enumerate(items)
+    ]
+
+
+def _ids(item: Sequence[int], index: int) -> list[int]:
+    try:
+        ids = [token.__index__() for token in item]
+    except (TypeError, AttributeError):
+        raise TypeError(
+            f"prompt {index} must be text or a list of integers, got {item!r}"
+        ) from None
+    return ids
