@@ -6,6 +6,7 @@ A CUDA part that cannot be loaded never breaks the import: the reason is kept as
 
 from __future__ import annotations
 
+import ctypes
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,13 @@ class CudaPart:
     architectures: tuple[str, ...] = ()
 
 
+def _cuda_version_of_driver() -> int:
+    """The newest CUDA that the driver serves, as 1000 * major + 10 * minor."""
+    version = ctypes.c_int(0)
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    return version.value
+
+
 def _reason_not_to_load(path: Path) -> str:
     if not path.exists():
         return "this build has no CUDA part (_cuda.so is absent): build with RIDGELINE_CUDA=ON"
@@ -33,7 +41,7 @@ def _reason_not_to_load(path: Path) -> str:
         return f"PyTorch {torch.__version__} is a build without CUDA"
     if not torch.cuda.is_available():
         return "PyTorch finds no usable CUDA device"
-    driver = torch._C._cuda_getDriverVersion()
+    driver = _cuda_version_of_driver()
     if driver < _DRIVER_FOR_CUDA_13:
         return (
             "the NVIDIA driver is too old for CUDA 13: it supports CUDA "
