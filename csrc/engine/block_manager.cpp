@@ -179,7 +179,7 @@ void BlockManager::register_full(TableId table, HashChain& chain, Tokens tokens)
 
 void BlockManager::unregister_since(PrefixId first) {
   for (BlockId block = 1; block < num_blocks(); ++block) {
-    if (prefix_.id(block) < first) continue;
+    if (!prefix_.contains(block) || prefix_.id(block) < first) continue;
     prefix_.erase(block);
     if (refcount(block) > 0 || blocks_[block].copies_owed > 0) continue;
     unlink(cached_, block);

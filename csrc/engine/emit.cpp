@@ -59,7 +59,6 @@ void Scheduler::emit_sample(Step& step, Sequence& seq) {
   fork_children(step, seq);
   if (!seq.ghost) add_row(step, seq, token, seq.computed, /*sample=*/true);
   for (Sequence* child : children) add_row(step, *child, token, child->computed, /*sample=*/true);
-  if (seq.ghost) release(seq);
 }
 
 void Scheduler::fork_children(Step& step, Sequence& parent) {

@@ -16,14 +16,16 @@ constexpr int kMaxPassed = 16;
 
 std::shared_ptr<const Batch> Scheduler::schedule() {
   check(in_flight_.size() < 2, "two batches are in flight: commit or discard one first");
-  Plan plan{.budget = config_.max_num_batched_tokens, .entries = {}};
+  Plan plan{.budget = config_.max_num_batched_tokens};
   plan_running(plan, /*decode=*/true);
   plan_running(plan, /*decode=*/false);
 
-  Step step{.batch = std::make_shared<Batch>(), .first_prefix = blocks_.next_prefix_id(),
-            .members = {}, .rows = {}, .held = {}};
+  Step step{.batch = std::make_shared<Batch>(), .first_prefix = blocks_.next_prefix_id()};
   for (const auto& [seq, count] : plan.entries) emit(step, *seq, count);
   if (!plan.preempted) admit_waiting(plan, step);
+  // Ghosts leave last: their rows of the device's table are in use until the step has run.
+  for (const Member& member : step.members)
+    if (member.seq->ghost && member.seq->unborn.empty()) release(*member.seq);
   if (step.members.empty()) return nullptr;
 
   step.batch->copies = blocks_.take_copies();
@@ -162,11 +164,14 @@ void Scheduler::log_miss(const Sequence& seq, const PrefixMatch& match) {
   }
 }
 
-/// Blocks that the running will want soon: the rest of their prompts, and one each to grow into.
+/// Blocks that the running will want soon: for the rest of their prompts and as many tokens more
+/// as a block holds, so that an admission is not followed by a preemption at once.
 std::int64_t Scheduler::blocks_spoken_for() const {
   std::int64_t blocks = 0;
-  for (const Sequence* seq : running_)
-    blocks += 1 + blocks_.blocks_for(seq->length()) - blocks_.blocks_for(seq->computed);
+  for (const Sequence* seq : running_) {
+    const std::int64_t soon = std::min(seq->length() + blocks_.block_size(), seq->limit - 1);
+    blocks += blocks_.blocks_for(soon) - blocks_.blocks_for(seq->computed);
+  }
   return blocks;
 }
 

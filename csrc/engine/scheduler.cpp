@@ -89,8 +89,8 @@ void Scheduler::add(const Request& request) {
   const std::int64_t room = config_.max_model_len - first.prompt_length;
   first.limit =
       first.prompt_length + static_cast<std::int32_t>(std::min(request.max_tokens, room));
-  first.min_length =
-      first.prompt_length + static_cast<std::int32_t>(std::min(request.min_tokens, room));
+  first.min_length =  // beyond the limit if min_tokens is beyond the room
+      first.prompt_length + static_cast<std::int32_t>(std::min(request.min_tokens, room + 1));
   first.stop_tokens.assign(request.stop_token_ids.begin(), request.stop_token_ids.end());
   if (!request.ignore_eos)
     first.stop_tokens.insert(first.stop_tokens.end(), config_.eos_token_ids.begin(),

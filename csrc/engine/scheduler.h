@@ -23,7 +23,7 @@ struct SchedulerConfig {
   std::int64_t vocab_size = 0;
   std::int64_t max_num_seqs = 256;
   std::int64_t max_num_batched_tokens = 8192;
-  std::vector<std::int64_t> eos_token_ids;
+  std::vector<std::int64_t> eos_token_ids = {};
   bool enable_prefix_caching = true;
   std::uint64_t seed = 0;
   std::int64_t decision_log_size = 4096;
@@ -102,9 +102,9 @@ class Scheduler {
   struct Step {  // a batch and whom it belongs to
     std::shared_ptr<Batch> batch;
     PrefixId first_prefix;  // blocks registered from here on are computed by this step or later
-    std::vector<Member> members;
-    std::vector<Row> rows;
-    std::vector<Sequence*> held;  // each sequence of members and rows once
+    std::vector<Member> members = {};
+    std::vector<Row> rows = {};
+    std::vector<Sequence*> held = {};  // each sequence of members and rows once
   };
   struct Planned {
     Sequence* seq;
@@ -112,7 +112,7 @@ class Scheduler {
   };
   struct Plan {
     std::int64_t budget;
-    std::vector<Planned> entries;
+    std::vector<Planned> entries = {};
     bool preempted = false;
   };
 

@@ -14,14 +14,14 @@ enum class FinishReason : std::uint8_t { kStop, kLength, kAbort };
 
 /// A prompt and the sequences that continue it, as the user gives them: checked by Scheduler::add.
 struct Request {
-  std::vector<std::int64_t> seq_ids;  // n of them; the caller's names
-  std::vector<std::int64_t> prompt;
+  std::vector<std::int64_t> seq_ids = {};  // n of them; the caller's names
+  std::vector<std::int64_t> prompt = {};
   std::int64_t max_tokens = 0;
   std::int64_t min_tokens = 0;
-  std::vector<std::int64_t> stop_token_ids;
+  std::vector<std::int64_t> stop_token_ids = {};
   bool ignore_eos = false;
   std::int64_t priority = 0;  // smaller runs earlier
-  std::string tenant;
+  std::string tenant = {};
   bool prompt_logprobs = false;
 };
 
