@@ -58,7 +58,7 @@ def _load_cuda() -> CudaPart:
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
-        return CudaPart(False, f"loading {path} failed: {error}")
+        return CudaPart(False, f"loading {path} failed: {error.__cause__ or error}")
     core, cuda = torch.ops.ridgeline.build_id(), torch.ops.ridgeline.cuda_build_id()
     if core != cuda:
         return CudaPart(False, f"_C is of build {core}, _cuda.so of build {cuda}: reinstall both")
