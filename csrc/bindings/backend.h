@@ -1,4 +1,6 @@
 #pragma once
+#include <string>
+
 #include "bindings/tensor.h"
 #include "common/types.h"
 
@@ -14,5 +16,12 @@ struct Cpu {
     check(anchor.is_cpu(), name, ": expected a CPU tensor beside the other CPU tensors");
   }
 };
+
+/// Of an op's `approximate` argument: exact GELU ("none"), or the tanh approximation ("tanh").
+inline bool gelu_is_exact(const std::string& approximate) {
+  check(approximate == "none" || approximate == "tanh",
+        "approximate: expected 'none' or 'tanh', got '", approximate, "'");
+  return approximate == "none";
+}
 
 }  // namespace ridgeline::bindings

@@ -1,0 +1,24 @@
+#pragma once
+#include <cmath>
+
+#include "common/normal_cdf.h"
+#include "cpu/math.h"
+
+/// Activations in fp32; loops over them are vectorised.
+namespace ridgeline::cpu {
+
+inline float silu(float x) { return x / (1.0f + exp(-x)); }
+
+/// x * Phi(x).
+inline float gelu(float x) {
+  const float tail = exp2(log2_upper_tail(std::abs(x)));
+  return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+/// x / 2 * (1 + tanh(u)) = x * sigmoid(2 u), u = sqrt(2 / pi) * (x + 0.044715 x^3).
+inline float gelu_tanh(float x) {
+  const float twice_u = x * (1.59576912f + 0.0713548163f * x * x);
+  return x / (1.0f + exp(-twice_u));
+}
+
+}  // namespace ridgeline::cpu

@@ -1,0 +1,42 @@
+#pragma once
+#include "common/normal_cdf.h"
+#include "device/ptx/math.cuh"
+
+/// Activations in fp32. kFast is for results that are rounded to 16 bits: exponentials and
+/// quotients within a few 2^-22, in one instruction each.
+namespace ridgeline::device {
+
+/// e^x.
+template <bool kFast>
+__device__ __forceinline__ float exp(float x) {
+  constexpr float kLog2E = 1.44269504f;
+  if constexpr (kFast) return ptx::exp2_approx(x * kLog2E);
+  return expf(x);
+}
+
+/// x / (1 + e^-y): x times the logistic function of y.
+template <bool kFast>
+__device__ __forceinline__ float times_logistic(float x, float y) {
+  const float denominator = 1.0f + exp<kFast>(-y);
+  if constexpr (kFast) return __fdividef(x, denominator);
+  return x / denominator;
+}
+
+template <bool kFast>
+__device__ __forceinline__ float silu(float x) {
+  return times_logistic<kFast>(x, x);
+}
+
+/// x * Phi(x): about 13 instructions.
+__device__ __forceinline__ float gelu(float x) {
+  const float tail = ptx::exp2_approx(log2_upper_tail(fabsf(x)));
+  return x * (x < 0.0f ? tail : 1.0f - tail);
+}
+
+/// x / 2 * (1 + tanh(u)) = x * logistic(2 u), u = sqrt(2 / pi) * (x + 0.044715 x^3).
+template <bool kFast>
+__device__ __forceinline__ float gelu_tanh(float x) {
+  return times_logistic<kFast>(x, x * (1.59576912f + 0.0713548163f * x * x));
+}
+
+}  // namespace ridgeline::device

@@ -1,0 +1,21 @@
+#pragma once
+
+namespace ridgeline::ptx {
+
+/// 2^x in one instruction: 2 ulp, results below the normal range become 0.
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-ex2
+__device__ __forceinline__ float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+/// The larger of two; NaN if one is NaN.
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-max
+__device__ __forceinline__ float max_nan(float a, float b) {
+  float larger;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
+  return larger;
+}
+
+}  // namespace ridgeline::ptx
