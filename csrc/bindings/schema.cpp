@@ -8,6 +8,19 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def("build_id() -> str");
 
   m.def("rmsnorm(Tensor x, Tensor weight, float eps, float offset, bool weights_ready) -> Tensor");
+  m.def(
+      "rmsnorm_quant(Tensor x, Tensor weight, float eps, float offset, str out_quant, "
+      "bool weights_ready) -> (Tensor, Tensor)");
+  m.def(
+      "add_rmsnorm(Tensor x, Tensor(a!) residual, Tensor weight, float eps, float offset, "
+      "bool weights_ready) -> Tensor");
+  m.def(
+      "add_rmsnorm_quant(Tensor x, Tensor(a!) residual, Tensor weight, float eps, float offset, "
+      "str out_quant, bool weights_ready) -> (Tensor, Tensor)");
+  m.def("layernorm(Tensor x, Tensor weight, Tensor? bias, float eps, bool weights_ready) -> Tensor");
+  m.def(
+      "layernorm_gelu(Tensor x, Tensor weight, Tensor? bias, float eps, str approximate, "
+      "bool weights_ready) -> Tensor");
 }
 
 namespace {

@@ -1,40 +1,67 @@
 #include <cmath>
+#include <vector>
 
 #include "cpu/half.h"
 #include "cpu/parallel.h"
+#include "cpu/quant.h"
+#include "cpu/rows.h"
 #include "kernels/norm.h"
 
 namespace ridgeline::cpu {
 namespace {
 
-template <class T, class W>
-void rmsnorm_row(const RmsNormParams& params, std::int64_t row) {
-  const T* x = static_cast<const T*>(params.x) + row * params.stride_x_row;
-  const W* weight = static_cast<const W*>(params.weight);
-  T* y = static_cast<T*>(params.y) + row * params.stride_y_row;
-  float sum = 0.0f;
-#pragma omp simd reduction(+ : sum)
-  for (int c = 0; c < params.cols; ++c) {
-    const float value = static_cast<float>(x[c]);
-    sum += value * value;
-  }
-  const float scale = 1.0f / std::sqrt(sum / params.cols + params.eps);
+/// Adds a row of x to one of the residual and gives the sum as stored.
+template <class T>
+void add_to_residual(const float* x, T* residual, std::int32_t cols, float* sums) {
+  to_floats(residual, cols, sums);
 #pragma omp simd
-  for (int c = 0; c < params.cols; ++c) {
-    const float w = static_cast<float>(weight[c]) + params.offset;
-    y[c] = static_cast<T>(static_cast<float>(x[c]) * scale * w);
+  for (std::int32_t c = 0; c < cols; ++c) sums[c] += x[c];
+  from_floats(sums, cols, residual);
+  to_floats(residual, cols, sums);
+}
+
+/// `weight` has the offset in it; `buffer` and `sums` hold a row each.
+template <class T>
+void rmsnorm_row(const RmsNormParams& params, std::int64_t row, const float* weight, float* buffer,
+                 float* sums) {
+  const std::int32_t cols = params.cols;
+  const float* x =
+      as_floats(static_cast<const T*>(params.x) + row * params.stride_x_row, cols, buffer);
+  if (params.residual != nullptr) {
+    T* residual = static_cast<T*>(params.residual) + row * params.stride_residual_row;
+    add_to_residual(x, residual, cols, sums);
+    x = sums;
   }
+  const float sum = sum_over(cols, [&](std::int64_t c) { return x[c] * x[c]; });
+  const float scale = 1.0f / std::sqrt(sum / static_cast<float>(cols) + params.eps);
+
+  const bool quantised = params.y_scale != nullptr;
+  T* y = quantised ? nullptr : static_cast<T*>(params.y) + row * cols;
+  float* out = quantised ? buffer : begin_row(y, buffer);
+#pragma omp simd
+  for (std::int32_t c = 0; c < cols; ++c) out[c] = x[c] * scale * weight[c];
+  if (!quantised) return finish_row(out, cols, y);
+  const float amax = max_over(cols, [&](std::int64_t c) { return std::abs(out[c]); });
+  params.y_scale[row] = scale_of_amax(amax, params.y_dtype);
+  encode(out, cols, params.y_scale[row], params.y_dtype,
+         static_cast<std::uint8_t*>(params.y) + row * cols);
 }
 
 }  // namespace
 
 void rmsnorm(const RmsNormParams& params) {
+  std::vector<float> weight(static_cast<std::size_t>(params.cols));
+  dispatch_float(params.weight_dtype, [&](auto type) {
+    using W = typename decltype(type)::type;
+    to_floats(static_cast<const W*>(params.weight), params.cols, weight.data());
+  });
+  for (float& w : weight) w += params.offset;
   dispatch_float(params.dtype, [&](auto type) {
-    dispatch_float(params.weight_dtype, [&](auto weight_type) {
-      using T = typename decltype(type)::type;
-      using W = typename decltype(weight_type)::type;
-      parallel_for_each(params.rows, params.cols,
-                        [&](std::int64_t row) { rmsnorm_row<T, W>(params, row); });
+    using T = typename decltype(type)::type;
+    parallel_ranges(params.rows, params.cols, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<float> buffer(weight.size()), sums(weight.size());
+      for (std::int64_t row = begin; row < end; ++row)
+        rmsnorm_row<T>(params, row, weight.data(), buffer.data(), sums.data());
     });
   });
 }

@@ -1,102 +1,126 @@
-#include "kernels/norm.h"
+#include <cstdint>
 
-#include <algorithm>
-
-#include "common/dispatch.h"
+#include "common/quant_scale.h"
+#include "device/encode.cuh"
 #include "device/launch.cuh"
 #include "device/ptx/grid_dependency.cuh"
-#include "device/reduce.cuh"
-#include "device/vec.cuh"
+#include "device/row.cuh"
+#include "device/row_weight.cuh"
+#include "kernels/norm.h"
 
 namespace ridgeline {
 namespace {
 
-// ---- Constants -------------------------------------------------------------------------------------------------
+// ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kMaxThreads = 512;  // 128 registers a thread: four pieces of x and of weight without a spill
-constexpr int kMaxWarps = kMaxThreads / device::kWarpSize;
-constexpr int kThreadsWanted = 128;  // H200, bf16 8192 x 4096: 33.9 us; with 256 threads 37.6
+constexpr int kMaxWarps = 512 / device::kWarpSize;
 
-// ---- Phases ----------------------------------------------------------------------------------------------------
+// ---- Phases -------------------------------------------------------------------------------------
 
-/// This thread's share of a row, kept in registers between the two passes so that x is read once.
-template <class T, int kVecs>
-struct RowShare {
-  device::Vec<T> vecs[kVecs];
+template <class Row>
+__device__ float sum_of_squares(Row& row) {
+  float sum = 0.0f;
+  row.visit([&](int, int, const auto& piece) {
+    for (const auto element : piece.data)
+      sum += device::to_float(element) * device::to_float(element);
+  });
+  return sum;
+}
 
-  __device__ static int column(int i) { return (i * blockDim.x + threadIdx.x) * device::Vec<T>::kSize; }
-
-  __device__ void load(const T* row, int cols) {
+/// The normalised values of one piece in fp32.
+template <class T, int kWidth>
+__device__ device::Vec<float, kWidth> normalised(const device::Vec<T, kWidth>& piece,
+                                                 const device::Vec<float, kWidth>& weight,
+                                                 float scale, float offset) {
+  device::Vec<float, kWidth> values;
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i)
-      if (column(i) < cols) vecs[i] = device::load(row + column(i));
-  }
+  for (int j = 0; j < kWidth; ++j)
+    values.data[j] = device::to_float(piece.data[j]) * scale * (weight.data[j] + offset);
+  return values;
+}
 
-  __device__ float sum_of_squares(int cols) const {
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i)
-      if (column(i) < cols)
-        for (T element : vecs[i].data) sum += device::to_float(element) * device::to_float(element);
-    return sum;
-  }
+/// Writes the row as 8-bit codes, and its scale. `partial_maxima` holds one float a warp.
+template <class Row, class Weight>
+__device__ void store_codes(const RmsNormParams& params, Row& row, const Weight& weight,
+                            float scale, float* partial_maxima) {
+  const std::int64_t index = blockIdx.x;
+  float amax = 0.0f;
+  row.visit([&](int i, int column, const auto& piece) {
+    const auto values = normalised(piece, weight.at(i, column), scale, params.offset);
+    for (const float value : values.data) amax = device::MaxOrNaN::combine(amax, fabsf(value));
+  });
+  amax = device::block_reduce<device::MaxOrNaN>(amax, partial_maxima);
+  const float y_scale = scale_of_amax(amax, params.y_dtype);
+  const float inverse = 1.0f / y_scale;
+  if (threadIdx.x == 0) params.y_scale[index] = y_scale;
+  auto* codes = static_cast<std::uint8_t*>(params.y) + index * params.cols;
+  row.visit([&](int i, int column, const auto& piece) {
+    const auto values = normalised(piece, weight.at(i, column), scale * inverse, params.offset);
+    device::store(codes + column, device::encode(values, params.y_dtype == DType::kFloat8E4M3));
+  });
+}
 
-  __device__ void store_scaled(T* row, const RowShare& weight, float scale, int cols) const {
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i) {
-      if (column(i) >= cols) continue;
-      device::Vec<T> out;
-#pragma unroll
-      for (int j = 0; j < device::Vec<T>::kSize; ++j)
-        out.data[j] = device::from_float<T>(device::to_float(vecs[i].data[j]) * scale *
-                                            device::to_float(weight.vecs[i].data[j]));
-      device::store(row + column(i), out);
-    }
-  }
-};
+// ---- Kernel -------------------------------------------------------------------------------------
 
-// ---- Kernel ----------------------------------------------------------------------------------------------------
-
-/// Grid: one block a row. Block: a whole number of warps; a thread owns kVecs 16-byte pieces of the row.
-/// Shared memory: one float a warp. The weight is loaded ahead of the wait only if
-/// the caller says that it is at rest; the row always after it.
-template <class T, int kVecs>
-__global__ void __launch_bounds__(kMaxThreads) rmsnorm_kernel(const __grid_constant__ RmsNormParams params) {
-  __shared__ float partial_sums[kMaxWarps];
-  const int cols = params.cols;
-  const std::int64_t row = blockIdx.x;
+/// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
+/// Row deals it. Shared memory: two floats a warp. The weight is read ahead of the wait only if the
+/// caller says that it is at rest; the row always after it.
+///
+/// Bytes: the row in and out (in and out twice with a residual), the weight from L2. About six
+/// instructions an element: bandwidth.
+template <class T, class Row, bool kHasResidual>
+__global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
+    rmsnorm_kernel(const __grid_constant__ RmsNormParams params) {
+  __shared__ float partial_sums[kMaxWarps], partial_maxima[kMaxWarps];
+  const std::int64_t index = blockIdx.x;
+  const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
 
   ptx::launch_dependents();
-  RowShare<T, kVecs> weight, x;
-  if (params.weights_ready) weight.load(static_cast<const T*>(params.weight), cols);
+  Row row(x, params.cols);
+  device::RowWeight<T, Row, true> weight(row, params.weight, params.weight_dtype == DType::kFloat32);
+  if (params.weights_ready) weight.load();
   ptx::wait_for_dependencies();
-  if (!params.weights_ready) weight.load(static_cast<const T*>(params.weight), cols);
 
-  x.load(static_cast<const T*>(params.x) + row * params.stride_x_row, cols);
-  const float sum = device::block_reduce<device::Sum>(x.sum_of_squares(cols), partial_sums);
-  const float scale = rsqrtf(sum / cols + params.eps);
-  x.store_scaled(static_cast<T*>(params.y) + row * params.stride_y_row, weight, scale, cols);
+  row.load(x);
+  if (!params.weights_ready) weight.load();
+  if constexpr (kHasResidual)
+    row.add_into(static_cast<T*>(params.residual) + index * params.stride_residual_row);
+  const float sum = device::block_reduce<device::Sum>(sum_of_squares(row), partial_sums);
+  const float scale = rsqrtf(sum / static_cast<float>(params.cols) + params.eps);
+  if (params.y_scale != nullptr) return store_codes(params, row, weight, scale, partial_maxima);
+
+  T* y = static_cast<T*>(params.y) + index * params.cols;
+  row.visit([&](int i, int column, const auto& piece) {
+    const auto values = normalised(piece, weight.at(i, column), scale, params.offset);
+    device::store(y + column, device::rounded<T>(values));
+  });
 }
 
 }  // namespace
 
-// ---- Launch ----------------------------------------------------------------------------------------------------
+// ---- Launch -------------------------------------------------------------------------------------
 
 void rmsnorm(const RmsNormParams& params, Stream stream) {
-  if (params.rows == 0) return;
-  const std::int32_t rows = checked_int32(params.rows, "rmsnorm: rows");
+  if (params.rows == 0 || params.cols == 0) return;
+  const std::int32_t rows = checked_int32(params.rows, "x: rows");
+  const auto element = static_cast<std::int64_t>(size_of(params.dtype));
+  const std::int64_t x_bytes = params.stride_x_row * element;
+  const std::int64_t residual_bytes = params.stride_residual_row * element;
+  // y is as long as the row in bytes or, in codes, aligned whenever the row is.
+  const bool vectors =
+      device::all_aligned(16, {params.x, params.residual, params.weight, params.y},
+                          {x_bytes, residual_bytes, params.cols * element});
+  const device::RowLayout layout{.cols = params.cols,
+                                 .vectors = vectors,
+                                 .lines = device::all_aligned(128, {params.x}, {x_bytes})};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    constexpr int kElements = device::Vec<T>::kSize;
-    check(params.cols > 0 && params.cols % kElements == 0, "rmsnorm: cols must be a positive multiple of ", kElements,
-          ", got ", params.cols);
-    const int vecs = params.cols / kElements;
-    const int per_thread = (vecs + kMaxThreads - 1) / kMaxThreads;
-    const int wanted = (vecs + kThreadsWanted - 1) / kThreadsWanted;
-    dispatch_at_least<1, 2, 4>(std::max(per_thread, std::min(wanted, 4)), "rmsnorm: 16-byte pieces a thread", [&](auto n) {
-      const int needed = (vecs + n - 1) / n;
-      const int threads = (needed + device::kWarpSize - 1) / device::kWarpSize * device::kWarpSize;
-      device::launch_chained<rmsnorm_kernel<T, n>>(dim3(rows), dim3(threads), 0, stream, params, "rmsnorm");
+    device::dispatch_row<T, false>(layout, [&](auto row_type, int threads) {
+      using Row = typename decltype(row_type)::type;
+      dispatch_bool(params.residual != nullptr, [&](auto has_residual) {
+        device::launch_chained<rmsnorm_kernel<T, Row, has_residual()>>(
+            dim3(rows), dim3(threads), 0, stream, params, "rmsnorm");
+      });
     });
   });
 }

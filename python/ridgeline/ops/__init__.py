@@ -4,6 +4,11 @@ All ops take CPU or CUDA tensors, work under ``torch.compile(fullgraph=True)`` a
 accumulate in float32 and accept length 0 everywhere.
 """
 
-from ridgeline.ops.norm import rmsnorm
+from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
 
-__all__ = ["rmsnorm"]
+__all__ = [
+    "add_rmsnorm",
+    "layernorm",
+    "layernorm_gelu",
+    "rmsnorm",
+]

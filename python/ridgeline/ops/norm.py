@@ -1,6 +1,8 @@
-"""Norms over the last dimension, plain, with a residual, and fused with GELU."""
+"""Norms over the last dimension, plain, with a residual, quantised, and fused with GELU."""
 
 from __future__ import annotations
+
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -9,32 +11,296 @@ from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
 
+OutQuant = Literal["fp8", "int8"]
+Approximate = Literal["none", "tanh"]
 
-def rmsnorm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+
+@overload
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = ...,
+    *,
+    offset: float = ...,
+    out_quant: None = ...,
+    weights_ready: bool = ...,
+) -> Tensor: ...
+@overload
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = ...,
+    *,
+    offset: float = ...,
+    out_quant: OutQuant,
+    weights_ready: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+def rmsnorm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    out_quant: OutQuant | None = None,
+    weights_ready: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Root-mean-square norm over the last dimension: ``x / sqrt(mean(x**2) + eps) * weight``.
 
     Args:
-        x: ``[..., cols]``, float32, float16 or bfloat16; last dimension contiguous.
+        x: ``[..., cols]``, float32, float16 or bfloat16; rows contiguous and at one stride.
         weight: ``[cols]``, the dtype of ``x`` or float32, on the device of ``x``.
         eps: added to the mean of squares.
         offset: added to the weight; 1.0 for Gemma.
+        out_quant: None, or "fp8" (e4m3) or "int8": the result quantised with a scale a row.
+        weights_ready: no kernel still running on the stream writes ``weight``.
 
     Returns:
-        A new contiguous tensor of the shape and dtype of ``x``. Statistics are taken in float32.
+        A new contiguous tensor of the shape and dtype of ``x``; with ``out_quant`` a pair
+        ``(y, scale)``: 8-bit codes and float32 scales ``[..., 1]``, value = y * scale, where scale
+        is the row's largest magnitude / 448 (fp8) or 127 (int8), and 1 for a row of zeros. A row
+        with infinity or NaN dequantises to NaN. Statistics are taken in float32.
 
     Raises:
-        ValueError: dtype, device or shape differ from the above; the message names the tensor.
+        ValueError: dtype, device, shape, strides or option differ from the above; the message
+            names the argument.
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    return _ops.rmsnorm(x, weight, eps, offset, False)
+    if out_quant is None:
+        return _ops.rmsnorm(x, weight, eps, offset, weights_ready)
+    return _ops.rmsnorm_quant(x, weight, eps, offset, out_quant, weights_ready)
+
+
+@overload
+def add_rmsnorm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = ...,
+    *,
+    offset: float = ...,
+    out_quant: None = ...,
+    weights_ready: bool = ...,
+) -> Tensor: ...
+@overload
+def add_rmsnorm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = ...,
+    *,
+    offset: float = ...,
+    out_quant: OutQuant,
+    weights_ready: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+def add_rmsnorm(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    out_quant: OutQuant | None = None,
+    weights_ready: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Adds ``x`` to ``residual`` in place and returns the root-mean-square norm of the sum.
+
+    Args:
+        x: ``[..., cols]``, float32, float16 or bfloat16; rows contiguous and at one stride.
+        residual: the shape, dtype and device of ``x``; not overlapping it. Becomes
+            ``residual + x``, rounded to its dtype; the norm is that of the rounded sum.
+        weight, eps, offset, out_quant, weights_ready: as for :func:`rmsnorm`.
+
+    Returns:
+        As :func:`rmsnorm`.
+
+    Raises:
+        ValueError: dtype, device, shape, strides or option differ from the above; the message
+            names the argument, and ``residual`` is unchanged.
+
+    Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
+    """
+    if out_quant is None:
+        return _ops.add_rmsnorm(x, residual, weight, eps, offset, weights_ready)
+    return _ops.add_rmsnorm_quant(x, residual, weight, eps, offset, out_quant, weights_ready)
+
+
+def layernorm(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    weights_ready: bool = False,
+) -> Tensor:
+    """Layer norm over the last dimension: ``(x - mean) / sqrt(variance + eps) * weight + bias``.
+
+    Args:
+        x: ``[..., cols]``, float32, float16 or bfloat16; rows contiguous and at one stride.
+        weight: ``[cols]``, the dtype of ``x`` or float32, on the device of ``x``.
+        bias: ``[cols]``, the dtype of ``weight``, or None.
+        eps: added to the variance (the mean of centred squares).
+        weights_ready: no kernel still running on the stream writes ``weight`` or ``bias``.
+
+    Returns:
+        A new contiguous tensor of the shape and dtype of ``x``. Mean and centred sum of squares
+        are taken in float32, one after the other.
+
+    Raises:
+        ValueError: dtype, device, shape or strides differ from the above; the message names the
+            argument.
+
+    Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
+    """
+    return _ops.layernorm(x, weight, bias, eps, weights_ready)
+
+
+def layernorm_gelu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    approximate: Approximate = "none",
+    *,
+    weights_ready: bool = False,
+) -> Tensor:
+    """``gelu(layernorm(x, weight, bias, eps))`` in one pass, without rounding between the two.
+
+    Args:
+        x, weight, bias, eps, weights_ready: as for :func:`layernorm`.
+        approximate: "none" for ``v * Phi(v)``, "tanh" for its tanh approximation.
+
+    Returns:
+        A new contiguous tensor of the shape and dtype of ``x``.
+
+    Raises:
+        ValueError: as :func:`layernorm`, or another value of ``approximate``.
+
+    Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
+    """
+    return _ops.layernorm_gelu(x, weight, bias, eps, approximate, weights_ready)
+
+
+# ---- Fakes --------------------------------------------------------------------------------------
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _quantised_like(x: Tensor, out_quant: str) -> tuple[Tensor, Tensor]:
+    dtype = torch.float8_e4m3fn if out_quant == "fp8" else torch.int8
+    scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=dtype), scale
 
 
 @torch.library.register_fake("ridgeline::rmsnorm")
 def _(x: Tensor, weight: Tensor, eps: float, offset: float, weights_ready: bool) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    return _like(x)
+
+
+@torch.library.register_fake("ridgeline::rmsnorm_quant")
+def _(
+    x: Tensor, weight: Tensor, eps: float, offset: float, out_quant: str, weights_ready: bool
+) -> tuple[Tensor, Tensor]:
+    return _quantised_like(x, out_quant)
+
+
+@torch.library.register_fake("ridgeline::add_rmsnorm")
+def _(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, weights_ready: bool
+) -> Tensor:
+    return _like(x)
+
+
+@torch.library.register_fake("ridgeline::add_rmsnorm_quant")
+def _(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    offset: float,
+    out_quant: str,
+    weights_ready: bool,
+) -> tuple[Tensor, Tensor]:
+    return _quantised_like(x, out_quant)
+
+
+@torch.library.register_fake("ridgeline::layernorm")
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, weights_ready: bool) -> Tensor:
+    return _like(x)
+
+
+@torch.library.register_fake("ridgeline::layernorm_gelu")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float,
+    approximate: str,
+    weights_ready: bool,
+) -> Tensor:
+    return _like(x)
+
+
+# ---- Costs --------------------------------------------------------------------------------------
+
+
+def _written(x: Tensor, out_quant: OutQuant | None) -> int:
+    """Bytes of the normalised output and its scales."""
+    if out_quant is None:
+        return nbytes(x)
+    return x.numel() + (4 * x.numel() // x.shape[-1] if x.numel() else 0)
 
 
 @cost_of("rmsnorm")
-def _(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0) -> Cost:
-    return Cost(bytes=2 * nbytes(x) + nbytes(weight), flops=4 * x.numel())
+def _(
+    x: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    out_quant: OutQuant | None = None,
+    weights_ready: bool = False,
+) -> Cost:
+    return Cost(bytes=nbytes(x, weight) + _written(x, out_quant), flops=4 * x.numel())
+
+
+@cost_of("add_rmsnorm")
+def _(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float = 1e-6,
+    *,
+    offset: float = 0.0,
+    out_quant: OutQuant | None = None,
+    weights_ready: bool = False,
+) -> Cost:
+    moved = nbytes(x, residual, residual, weight) + _written(x, out_quant)
+    return Cost(bytes=moved, flops=5 * x.numel())
+
+
+@cost_of("layernorm")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    *,
+    weights_ready: bool = False,
+) -> Cost:
+    return Cost(bytes=2 * nbytes(x) + nbytes(weight, bias), flops=7 * x.numel())
+
+
+@cost_of("layernorm_gelu")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    eps: float = 1e-5,
+    approximate: Approximate = "none",
+    *,
+    weights_ready: bool = False,
+) -> Cost:
+    return Cost(bytes=2 * nbytes(x) + nbytes(weight, bias), flops=27 * x.numel())
