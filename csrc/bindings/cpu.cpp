@@ -1,6 +1,7 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include "bindings/norm.h"
+#include "bindings/activation.h"
 #include "cpu/parallel.h"
 
 namespace {
@@ -16,4 +17,5 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CPU, m) {
   using namespace ridgeline::bindings;
   ridgeline::cpu::set_parallel_for(&parallel_for_of_torch);
   register_norm<Cpu>(m);
+  register_activation<Cpu>(m);
 }

@@ -2,6 +2,7 @@
 
 #include "bindings/cuda_backend.h"
 #include "bindings/norm.h"
+#include "bindings/activation.h"
 #include "build_info.h"
 
 namespace {
@@ -35,4 +36,5 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CUDA, m) {
   // loader says why when a CUDA tensor arrives.
   if (core_build_id() != ridgeline::kBuildId) return;
   register_norm<Cuda>(m);
+  register_activation<Cuda>(m);
 }

@@ -21,6 +21,10 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def(
       "layernorm_gelu(Tensor x, Tensor weight, Tensor? bias, float eps, str approximate, "
       "bool weights_ready) -> Tensor");
+
+  m.def("bias_gelu(Tensor x, Tensor bias, str approximate, bool weights_ready) -> Tensor");
+  m.def("silu_mul(Tensor x) -> Tensor");
+  m.def("gelu_mul(Tensor x, str approximate) -> Tensor");
 }
 
 namespace {

@@ -4,9 +4,13 @@ All ops take CPU or CUDA tensors, work under ``torch.compile(fullgraph=True)`` a
 accumulate in float32 and accept length 0 everywhere.
 """
 
+from ridgeline.ops.activation import bias_gelu, gelu_mul, silu_mul
 from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
 
 __all__ = [
+    "silu_mul",
+    "gelu_mul",
+    "bias_gelu",
     "add_rmsnorm",
     "layernorm",
     "layernorm_gelu",

@@ -1,0 +1,85 @@
+#pragma once
+#include <string>
+
+#include "bindings/backend.h"
+#include "kernels/activation.h"
+
+namespace ridgeline::bindings {
+
+inline ActivationParams::Function gelu_function(const std::string& approximate) {
+  using enum ActivationParams::Function;
+  return gelu_is_exact(approximate) ? kGelu : kGeluTanh;
+}
+
+template <class Backend>
+Tensor bias_gelu(const Tensor& x, const Tensor& bias, const std::string& approximate,
+                 bool weights_ready) {
+  const Backend on(x, "x");
+  Expect(x, "x").float_dtype();
+  const Rows rows = rows_of(x, "x");
+  const DType dtype = dtype_of(x, "x");
+  Expect(bias, "bias").on_device_of(x, "x").shape({rows.cols}).contiguous().dtype(dtype);
+  const ActivationParams::Function function = gelu_function(approximate);
+  const Tensor y = empty_contiguous_like(x);
+  const ActivationParams params{.dtype = dtype,
+                                .function = function,
+                                .rows = rows.count,
+                                .cols = checked_int32(rows.cols, "x: columns"),
+                                .x = x.data_ptr(),
+                                .stride_x_row = rows.stride,
+                                .bias = bias.data_ptr(),
+                                .y = y.data_ptr(),
+                                .weights_ready = weights_ready};
+  if constexpr (Backend::kIsCuda) {
+    ridgeline::bias_act(params, on.stream());
+  } else {
+    cpu::bias_act(params);
+  }
+  return y;
+}
+
+template <class Backend>
+Tensor gated(const Tensor& x, ActivationParams::Function function) {
+  const Backend on(x, "x");
+  Expect(x, "x").float_dtype();
+  const Rows rows = rows_of(x, "x");
+  check(rows.cols % 2 == 0, "x: expected an even last dimension (gate, then up), got shape ",
+        to_text(x.sizes()));
+  std::vector<std::int64_t> sizes = sizes_of(x);
+  sizes.back() /= 2;
+  const Tensor y = empty_on_device_of(x, sizes, x.scalar_type());
+  const ActivationParams params{.dtype = dtype_of(x, "x"),
+                                .function = function,
+                                .rows = rows.count,
+                                .cols = checked_int32(sizes.back(), "x: half its columns"),
+                                .x = x.data_ptr(),
+                                .stride_x_row = rows.stride,
+                                .bias = nullptr,
+                                .y = y.data_ptr(),
+                                .weights_ready = false};
+  if constexpr (Backend::kIsCuda) {
+    ridgeline::gated_act(params, on.stream());
+  } else {
+    cpu::gated_act(params);
+  }
+  return y;
+}
+
+template <class Backend>
+Tensor silu_mul(const Tensor& x) {
+  return gated<Backend>(x, ActivationParams::Function::kSilu);
+}
+
+template <class Backend>
+Tensor gelu_mul(const Tensor& x, const std::string& approximate) {
+  return gated<Backend>(x, gelu_function(approximate));
+}
+
+template <class Backend>
+void register_activation(torch::stable::detail::StableLibrary& m) {
+  m.impl("bias_gelu", TORCH_BOX(&bias_gelu<Backend>));
+  m.impl("silu_mul", TORCH_BOX(&silu_mul<Backend>));
+  m.impl("gelu_mul", TORCH_BOX(&gelu_mul<Backend>));
+}
+
+}  // namespace ridgeline::bindings

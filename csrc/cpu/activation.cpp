@@ -1,0 +1,82 @@
+#include <algorithm>
+
+#include "common/math.h"
+#include "cpu/activation.h"
+#include "cpu/half.h"
+#include "cpu/parallel.h"
+#include "cpu/rows.h"
+#include "kernels/activation.h"
+
+namespace ridgeline::cpu {
+namespace {
+
+using Function = ActivationParams::Function;
+
+template <Function kFunction>
+float activate(float value) {
+  if constexpr (kFunction == Function::kGelu) return gelu(value);
+  if constexpr (kFunction == Function::kGeluTanh) return gelu_tanh(value);
+  return silu(value);
+}
+
+/// Calls fn(constant) with the function as a compile-time constant.
+template <class Fn>
+void dispatch_function(Function function, Fn&& fn) {
+  switch (function) {
+    case Function::kGelu: return fn(std::integral_constant<Function, Function::kGelu>{});
+    case Function::kGeluTanh: return fn(std::integral_constant<Function, Function::kGeluTanh>{});
+    case Function::kSilu: return fn(std::integral_constant<Function, Function::kSilu>{});
+  }
+}
+
+/// Calls fn(row, first column, columns) for pieces of at most kChunk columns, in parallel.
+template <class Fn>
+void for_each_chunk(const ActivationParams& params, Fn&& fn) {
+  const std::int64_t chunks = ceil_div<std::int64_t>(params.cols, kChunk);
+  parallel_for_each(params.rows * chunks, std::int64_t{kChunk} * 4, [&](std::int64_t i) {
+    const std::int64_t first = i % chunks * kChunk;
+    fn(i / chunks, first, std::min<std::int64_t>(kChunk, params.cols - first));
+  });
+}
+
+}  // namespace
+
+void bias_act(const ActivationParams& params) {
+  dispatch_float(params.dtype, [&](auto type) {
+    dispatch_function(params.function, [&](auto function) {
+      using T = typename decltype(type)::type;
+      for_each_chunk(params, [&](std::int64_t row, std::int64_t first, std::int64_t count) {
+        float x_buffer[kChunk], bias_buffer[kChunk];
+        const T* x_row = static_cast<const T*>(params.x) + row * params.stride_x_row;
+        T* y = static_cast<T*>(params.y) + row * params.cols + first;
+        const float* x = as_floats(x_row + first, count, x_buffer);
+        const float* bias = as_floats(static_cast<const T*>(params.bias) + first, count, bias_buffer);
+        float* out = begin_row(y, x_buffer);
+#pragma omp simd
+        for (std::int64_t c = 0; c < count; ++c) out[c] = activate<function()>(x[c] + bias[c]);
+        finish_row(out, count, y);
+      });
+    });
+  });
+}
+
+void gated_act(const ActivationParams& params) {
+  dispatch_float(params.dtype, [&](auto type) {
+    dispatch_function(params.function, [&](auto function) {
+      using T = typename decltype(type)::type;
+      for_each_chunk(params, [&](std::int64_t row, std::int64_t first, std::int64_t count) {
+        float gate_buffer[kChunk], up_buffer[kChunk];
+        const T* x_row = static_cast<const T*>(params.x) + row * params.stride_x_row;
+        T* y = static_cast<T*>(params.y) + row * params.cols + first;
+        const float* gate = as_floats(x_row + first, count, gate_buffer);
+        const float* up = as_floats(x_row + params.cols + first, count, up_buffer);
+        float* out = begin_row(y, gate_buffer);
+#pragma omp simd
+        for (std::int64_t c = 0; c < count; ++c) out[c] = activate<function()>(gate[c]) * up[c];
+        finish_row(out, count, y);
+      });
+    });
+  });
+}
+
+}  // namespace ridgeline::cpu
