@@ -25,6 +25,9 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def("bias_gelu(Tensor x, Tensor bias, str approximate, bool weights_ready) -> Tensor");
   m.def("silu_mul(Tensor x) -> Tensor");
   m.def("gelu_mul(Tensor x, str approximate) -> Tensor");
+
+  m.def("row_reduce(Tensor x, str op) -> Tensor");
+  m.def("softmax(Tensor x) -> Tensor");
 }
 
 namespace {

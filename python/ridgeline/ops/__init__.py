@@ -5,9 +5,12 @@ accumulate in float32 and accept length 0 everywhere.
 """
 
 from ridgeline.ops.activation import bias_gelu, gelu_mul, silu_mul
+from ridgeline.ops.reduction import row_reduce, softmax
 from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
 
 __all__ = [
+    "softmax",
+    "row_reduce",
     "silu_mul",
     "gelu_mul",
     "bias_gelu",

@@ -1,0 +1,120 @@
+#include <cstdint>
+
+#include "device/activation.cuh"
+#include "device/launch.cuh"
+#include "device/ptx/grid_dependency.cuh"
+#include "device/row.cuh"
+#include "kernels/reduction.h"
+
+namespace ridgeline {
+namespace {
+
+using Op = RowReduceParams::Op;
+
+// ---- Constants ----------------------------------------------------------------------------------
+
+constexpr int kMaxWarps = 512 / device::kWarpSize;
+
+// ---- Phases -------------------------------------------------------------------------------------
+
+/// The sum of fn(x) over the row.
+template <class Row, class Fn>
+__device__ float row_sum(Row& row, float* scratch, Fn fn) {
+  float total = 0.0f;
+  row.visit([&](int, int, const auto& piece) {
+    for (const auto element : piece.data) total += fn(device::to_float(element));
+  });
+  return device::block_reduce<device::Sum>(total, scratch);
+}
+
+/// The largest of sign * x over the row, or NaN.
+template <class Row>
+__device__ float row_max(Row& row, float* scratch, float sign) {
+  float best = device::MaxOrNaN::kIdentity;
+  row.visit([&](int, int, const auto& piece) {
+    for (const auto element : piece.data)
+      best = device::MaxOrNaN::combine(best, sign * device::to_float(element));
+  });
+  return device::block_reduce<device::MaxOrNaN>(best, scratch);
+}
+
+/// The lowest column that holds `best`, or NaN if `best` is NaN.
+template <class Row>
+__device__ int first_column_of(Row& row, float best, int* scratch) {
+  int first = device::MinIndex::kIdentity;
+  row.visit([&](int, int column, const auto& piece) {
+#pragma unroll
+    for (int j = 0; j < Row::kWidth; ++j) {
+      const float value = device::to_float(piece.data[j]);
+      const bool found = value == best || (value != value && best != best);
+      first = min(first, found ? column + j : device::MinIndex::kIdentity);
+    }
+  });
+  return device::block_reduce<device::MinIndex>(first, scratch);
+}
+
+template <bool kFast, class Row>
+__device__ float log_sum_exp(Row& row, float* maxima, float* sums) {
+  const float best = row_max(row, maxima, 1.0f);
+  const float shift = isinf(best) ? 0.0f : best;  // an infinity is not subtracted from itself
+  return shift + logf(row_sum(row, sums, [&](float v) { return device::exp<kFast>(v - shift); }));
+}
+
+// ---- Kernel -------------------------------------------------------------------------------------
+
+/// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
+/// Row deals it. Shared memory: three words a warp. Bytes: the row in: bandwidth.
+template <class T, class Row>
+__global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
+    row_reduce_kernel(const __grid_constant__ RowReduceParams params) {
+  __shared__ float maxima[kMaxWarps], sums[kMaxWarps];
+  __shared__ int columns[kMaxWarps];
+  const std::int64_t index = blockIdx.x;
+  const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
+
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  Row row(x, params.cols);
+  row.load(x);
+
+  const auto itself = [](float v) { return v; };
+  float result = 0.0f;
+  switch (params.op) {
+    case Op::kSum: result = row_sum(row, sums, itself); break;
+    case Op::kMean: result = row_sum(row, sums, itself) / static_cast<float>(params.cols); break;
+    case Op::kMax: result = row_max(row, maxima, 1.0f); break;
+    case Op::kMin: result = -row_max(row, maxima, -1.0f); break;
+    case Op::kLogSumExp: result = log_sum_exp<sizeof(T) == 2>(row, maxima, sums); break;
+    case Op::kArgmax: {
+      const int column = first_column_of(row, row_max(row, maxima, 1.0f), columns);
+      if (threadIdx.x == 0) static_cast<std::int64_t*>(params.y)[index] = column;
+      return;
+    }
+  }
+  if (threadIdx.x == 0) static_cast<T*>(params.y)[index] = device::from_float<T>(result);
+}
+
+}  // namespace
+
+// ---- Launch -------------------------------------------------------------------------------------
+
+void row_reduce(const RowReduceParams& params, Stream stream) {
+  if (params.rows == 0) return;
+  const std::int32_t rows = checked_int32(params.rows, "x: rows");
+  const auto element = static_cast<std::int64_t>(size_of(params.dtype));
+  const std::int64_t x_bytes = params.stride_x_row * element;
+  const device::RowLayout layout{
+      .cols = params.cols,
+      .vectors = device::all_aligned(16, {params.x}, {x_bytes, params.cols * element}),
+      .lines = device::all_aligned(128, {params.x}, {x_bytes})};
+  device::dispatch_float(params.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    device::dispatch_row<T, true>(layout, [&](auto row_type, int threads) {
+      using Row = typename decltype(row_type)::type;
+      device::launch_chained<row_reduce_kernel<T, Row>>(dim3(rows), dim3(threads), 0, stream, params,
+                                                        "row_reduce");
+    });
+  });
+}
+
+}  // namespace ridgeline
