@@ -2,6 +2,7 @@
 
 #include "bindings/cuda_backend.h"
 #include "bindings/norm.h"
+#include "bindings/quantize.h"
 #include "bindings/reduction.h"
 #include "bindings/activation.h"
 #include "build_info.h"
@@ -37,6 +38,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CUDA, m) {
   // loader says why when a CUDA tensor arrives.
   if (core_build_id() != ridgeline::kBuildId) return;
   register_norm<Cuda>(m);
+  register_quantize<Cuda>(m);
   register_reduction<Cuda>(m);
   register_activation<Cuda>(m);
 }

@@ -28,6 +28,8 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
 
   m.def("row_reduce(Tensor x, str op) -> Tensor");
   m.def("softmax(Tensor x) -> Tensor");
+
+  m.def("quantize_fp8(Tensor x, str granularity) -> (Tensor, Tensor)");
 }
 
 namespace {

@@ -1,0 +1,33 @@
+#pragma once
+#include "common/types.h"
+
+namespace ridgeline {
+
+/// q = x / scale as fp8 e4m3, nearest even; scale = (largest |x| of the extent) / 448, 1 if all are
+/// zero, so value = q * scale. An infinity or NaN makes its whole extent dequantise to NaN.
+///
+/// Roofline: reads x and writes q once, 3 bytes an element of 16 bits; "tensor" reads x twice.
+struct QuantizeParams {
+  enum class Granularity : std::uint8_t { kTensor, kRow, kGroup, kBlock };
+
+  static constexpr std::int32_t kExtent = 128;  // columns of a group; rows and columns of a block
+
+  DType dtype;                // of x
+  Granularity granularity;
+  std::int64_t rows;          // 0 is legal
+  std::int32_t cols;          // 0 is legal; the last group or block of a row may be narrower
+  const void* x;              // [rows, cols]
+  std::int64_t stride_x_row;  // elements
+  void* q;                    // [rows, cols] contiguous, fp8 e4m3
+  float* scale;               // tensor [1], row [rows], group [rows, ceil(cols / 128)],
+                              // block [ceil(rows / 128), ceil(cols / 128)]; contiguous
+};
+
+/// Enqueues one kernel ("tensor": three) and allocates nothing.
+void quantize_fp8(const QuantizeParams& params, Stream stream);
+
+namespace cpu {
+void quantize_fp8(const QuantizeParams& params);
+}
+
+}  // namespace ridgeline

@@ -1,0 +1,65 @@
+"""Quantising to fp8 with one scale a tensor, row, group or block."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ridgeline.roofline.cost import Cost, cost_of, nbytes
+
+_ops = torch.ops.ridgeline
+
+Granularity = Literal["tensor", "row", "group", "block"]
+
+_EXTENT = 128  # columns of a group, rows and columns of a block
+
+
+def quantize_fp8(x: Tensor, granularity: Granularity = "row") -> tuple[Tensor, Tensor]:
+    """Quantises to float8 e4m3 with scales taken from the values: ``x ~ q * scale``.
+
+    Args:
+        x: ``[..., cols]``, float32, float16 or bfloat16; rows contiguous and at one stride;
+            two-dimensional for "block".
+        granularity: what shares a scale: the "tensor", a "row", a "group" of 128 columns of a row,
+            or a "block" of 128 rows and 128 columns. The last group or block may be smaller.
+
+    Returns:
+        ``(q, scale)``: ``q`` float8_e4m3fn of the shape of ``x``, rounded to nearest even, and
+        float32 scales ``[1]``, ``[..., 1]``, ``[..., ceil(cols / 128)]`` or
+        ``[ceil(rows / 128), ceil(cols / 128)]``. A scale is the largest magnitude / 448, and 1
+        where all values are zero; never below the smallest normal float32. Infinity or NaN makes
+        its whole extent dequantise to NaN.
+
+    Raises:
+        ValueError: dtype, rank or strides of ``x`` differ from the above, or another granularity.
+
+    Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
+    """
+    return _ops.quantize_fp8(x, granularity)
+
+
+def _scale_shape(x: Tensor, granularity: str) -> tuple[int, ...]:
+    across = (x.shape[-1] + _EXTENT - 1) // _EXTENT
+    if granularity == "tensor":
+        return (1,)
+    if granularity == "row":
+        return (*x.shape[:-1], 1)
+    if granularity == "group":
+        return (*x.shape[:-1], across)
+    return ((x.shape[0] + _EXTENT - 1) // _EXTENT, across)
+
+
+@torch.library.register_fake("ridgeline::quantize_fp8")
+def _(x: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty(_scale_shape(x, granularity), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale
+
+
+@cost_of("quantize_fp8")
+def _(x: Tensor, granularity: Granularity = "row") -> Cost:
+    scales = 1
+    for size in _scale_shape(x, granularity):
+        scales *= size
+    return Cost(bytes=nbytes(x) + x.numel() + 4 * scales, flops=3 * x.numel())
