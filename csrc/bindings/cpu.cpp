@@ -1,6 +1,7 @@
 #include <torch/csrc/stable/c/shim.h>
 
 #include "bindings/norm.h"
+#include "bindings/kv_cache.h"
 #include "bindings/quantize.h"
 #include "bindings/reduction.h"
 #include "bindings/activation.h"
@@ -19,6 +20,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CPU, m) {
   using namespace ridgeline::bindings;
   ridgeline::cpu::set_parallel_for(&parallel_for_of_torch);
   register_norm<Cpu>(m);
+  register_kv_cache<Cpu>(m);
   register_quantize<Cpu>(m);
   register_reduction<Cpu>(m);
   register_activation<Cpu>(m);

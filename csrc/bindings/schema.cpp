@@ -30,6 +30,19 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def("softmax(Tensor x) -> Tensor");
 
   m.def("quantize_fp8(Tensor x, str granularity) -> (Tensor, Tensor)");
+
+  m.def(
+      "rope(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");
+  m.def(
+      "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, "
+      "Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
+  m.def(
+      "rope_write_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, "
+      "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slots, Tensor(d!)? k_scale, "
+      "Tensor(e!)? v_scale, bool interleaved) -> ()");
+  m.def(
+      "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pairs, Tensor(c!)? k_scale, "
+      "Tensor(d!)? v_scale) -> ()");
 }
 
 namespace {

@@ -8,16 +8,21 @@ from ridgeline.ops.activation import bias_gelu, gelu_mul, silu_mul
 from ridgeline.ops.reduction import row_reduce, softmax
 from ridgeline.ops.quantize import quantize_fp8
 from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
+from ridgeline.ops.kv_cache import copy_blocks, rope, rope_write_kv, write_kv
 
 __all__ = [
-    "quantize_fp8",
-    "softmax",
-    "row_reduce",
-    "silu_mul",
-    "gelu_mul",
-    "bias_gelu",
     "add_rmsnorm",
+    "bias_gelu",
+    "copy_blocks",
+    "gelu_mul",
     "layernorm",
     "layernorm_gelu",
+    "quantize_fp8",
     "rmsnorm",
+    "rope",
+    "rope_write_kv",
+    "row_reduce",
+    "silu_mul",
+    "softmax",
+    "write_kv",
 ]
