@@ -1,5 +1,6 @@
 #include <torch/csrc/stable/c/shim.h>
 
+#include "bindings/gemm.h"
 #include "bindings/norm.h"
 #include "bindings/kv_cache.h"
 #include "bindings/quantize.h"
@@ -19,6 +20,7 @@ void parallel_for_of_torch(std::int64_t begin, std::int64_t end, std::int64_t gr
 STABLE_TORCH_LIBRARY_IMPL(ridgeline, CPU, m) {
   using namespace ridgeline::bindings;
   ridgeline::cpu::set_parallel_for(&parallel_for_of_torch);
+  register_gemm<Cpu>(m);
   register_norm<Cpu>(m);
   register_kv_cache<Cpu>(m);
   register_quantize<Cpu>(m);

@@ -43,6 +43,18 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def(
       "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pairs, Tensor(c!)? k_scale, "
       "Tensor(d!)? v_scale) -> ()");
+
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, "
+      "Tensor? norm_weight, float norm_eps, bool batch_invariant, bool weights_ready) -> Tensor");
+  m.def(
+      "int4_linear(Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor? perm, int N, "
+      "int K, int group, Tensor? bias, Tensor? x_scale, str activation, Tensor? residual, "
+      "Tensor? norm_weight, float norm_eps, bool batch_invariant, bool weights_ready) -> Tensor");
+  m.def(
+      "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? x_scale, "
+      "str out_dtype, str activation, Tensor? residual, Tensor? norm_weight, float norm_eps, "
+      "bool batch_invariant, bool weights_ready) -> Tensor");
 }
 
 namespace {

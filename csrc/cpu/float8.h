@@ -23,4 +23,15 @@ inline std::uint8_t float_to_e4m3(float value) {
   return static_cast<std::uint8_t>(code | (bits >> 24 & 0x80u));
 }
 
+/// e4m3 as float: exponent and mantissa move into float's place and 2^120 corrects the bias, which
+/// is exact for subnormals too; 0x7f and 0xff are NaN.
+inline float e4m3_to_float(std::uint8_t byte) {
+  const std::uint32_t magnitude = byte & 0x7fu;
+  const std::uint32_t sign = static_cast<std::uint32_t>(byte & 0x80u) << 24;
+  const float scaled = std::bit_cast<float>(magnitude << 20) * 0x1p120f;
+  const auto finite = std::bit_cast<std::uint32_t>(scaled);
+  const std::uint32_t bits = magnitude == 0x7fu ? 0x7fc00000u : finite;
+  return std::bit_cast<float>(bits | sign);
+}
+
 }  // namespace ridgeline::cpu

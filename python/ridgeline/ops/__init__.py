@@ -4,6 +4,8 @@ All ops take CPU or CUDA tensors, work under ``torch.compile(fullgraph=True)`` a
 accumulate in float32 and accept length 0 everywhere.
 """
 
+from ridgeline.ops.gemm import fp8_linear, int4_linear, linear
+from ridgeline.ops.int4_weight import Int4Weight, pack_int4
 from ridgeline.ops.activation import bias_gelu, gelu_mul, silu_mul
 from ridgeline.ops.reduction import row_reduce, softmax
 from ridgeline.ops.quantize import quantize_fp8
@@ -11,12 +13,17 @@ from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
 from ridgeline.ops.kv_cache import copy_blocks, rope, rope_write_kv, write_kv
 
 __all__ = [
+    "Int4Weight",
     "add_rmsnorm",
     "bias_gelu",
     "copy_blocks",
+    "fp8_linear",
     "gelu_mul",
+    "int4_linear",
     "layernorm",
     "layernorm_gelu",
+    "linear",
+    "pack_int4",
     "quantize_fp8",
     "rmsnorm",
     "rope",

@@ -1,0 +1,286 @@
+#pragma once
+#include <torch/csrc/stable/c/shim.h>
+
+#include <array>
+#include <string>
+
+#include "bindings/backend.h"
+#include "common/math.h"
+#include "kernels/gemm.h"
+
+namespace ridgeline::bindings {
+
+inline Activation activation_of(const std::string& name) {
+  if (name == "none") return Activation::kNone;
+  if (name == "gelu") return Activation::kGelu;
+  if (name == "gelu_tanh") return Activation::kGeluTanh;
+  if (name == "silu") return Activation::kSilu;
+  if (name == "relu") return Activation::kRelu;
+  if (name == "silu_mul") return Activation::kSiluMul;
+  if (name == "gelu_mul") return Activation::kGeluMul;
+  check(false, "activation: expected None, 'gelu', 'gelu_tanh', 'silu', 'relu', 'silu_mul' or ",
+        "'gelu_mul', got '", name, "'");
+  return Activation::kNone;
+}
+
+/// What follows the product and what precedes it, the same for every weight format.
+struct GemmOptions {
+  const OptionalTensor& bias;
+  const std::string& activation;
+  const OptionalTensor& residual;
+  const OptionalTensor& norm_weight;
+  double norm_eps;
+  bool batch_invariant;
+  bool weights_ready;
+};
+
+/// The rows of x and the scale of an fp8 x; `dtype` is the output's.
+inline GemmInput gemm_input(const Tensor& x, const OptionalTensor& x_scale, std::int64_t K,
+                            DType dtype, const GemmOptions& options) {
+  const Rows rows = rows_of(x, "x");
+  check(rows.cols == K, "x: expected a last dimension of ", K, " as weight has, got shape ",
+        to_text(x.sizes()));
+  GemmInput input{.dtype = dtype_of(x, "x"), .data = x.data_ptr(), .stride_row = rows.stride};
+  const bool is_fp8 = input.dtype == DType::kFloat8E4M3;
+  check(is_fp8 || input.dtype == dtype, "x: expected dtype ", name_of(dtype), ", got ",
+        name_of(input.dtype));
+  check(is_fp8 == x_scale.has_value(), "x_scale: expected ", is_fp8 ? "a tensor" : "None",
+        " for x of ", name_of(input.dtype), ", got ", x_scale ? "a tensor" : "None");
+  if (x_scale) {
+    Expect(*x_scale, "x_scale").dtype(DType::kFloat32).on_device_of(x, "x").contiguous();
+    check(x_scale->numel() == 1 || x_scale->numel() == rows.count,
+          "x_scale: expected one value or ", rows.count, " (one a row of x), got shape ",
+          to_text(x_scale->sizes()));
+    input.scale = static_cast<const float*>(x_scale->data_ptr());
+    input.scale_per_row = x_scale->numel() != 1;
+  }
+  if (options.norm_weight) {
+    const Tensor& norm = *options.norm_weight;
+    check(!is_fp8, "norm_weight: expected None for x of float8_e4m3fn, got a tensor");
+    Expect(norm, "norm_weight").dtype({dtype, DType::kFloat32}).on_device_of(x, "x").shape({K});
+    Expect(norm, "norm_weight").contiguous();
+    input.norm_weight = norm.data_ptr();
+    input.norm_dtype = dtype_of(norm, "norm_weight");
+    input.norm_eps = static_cast<float>(options.norm_eps);
+  }
+  return input;
+}
+
+/// Params without the weight's data, workspace and perm; allocates y.
+inline GemmParams gemm_params(const Tensor& x, const GemmInput& input, DType dtype, std::int64_t N,
+                              std::int64_t K, const GemmOptions& options, Tensor& y) {
+  GemmParams params{.dtype = dtype,
+                    .M = rows_of(x, "x").count,
+                    .N = checked_int32(N, "weight: rows"),
+                    .K = checked_int32(K, "weight: columns"),
+                    .x = input,
+                    .activation = activation_of(options.activation),
+                    .batch_invariant = options.batch_invariant,
+                    .weights_ready = options.weights_ready};
+  check(!is_gated(params.activation) || N % 2 == 0, "weight: expected an even number of rows for ",
+        "activation '", options.activation, "', got ", N);
+  std::vector<std::int64_t> sizes = sizes_of(x);
+  sizes.back() = params.out_cols();
+  y = empty_on_device_of(x, sizes, dtype);
+  params.y = y.data_ptr();
+  if (options.bias) {
+    Expect(*options.bias, "bias").dtype(dtype).on_device_of(x, "x").shape({N}).contiguous();
+    params.bias = options.bias->data_ptr();
+  }
+  if (options.residual) {
+    const Tensor& residual = *options.residual;
+    Expect(residual, "residual").dtype(dtype).on_device_of(x, "x");
+    Expect(residual, "residual").same_shape(y, "the output");
+    params.residual = residual.data_ptr();
+    params.stride_residual = rows_of(residual, "residual").stride;
+  }
+  return params;
+}
+
+/// Allocates the workspace and runs. `on` keeps the device of x current.
+template <class Backend>
+void run_gemm(const Backend& on, const Tensor& x, GemmParams& params) {
+  if (params.M == 0 || params.N == 0) return;
+  std::size_t bytes = 0;
+  if constexpr (Backend::kIsCuda) {
+    bytes = ridgeline::gemm_workspace_bytes(params);
+  } else {
+    bytes = cpu::gemm_workspace_bytes(params);
+  }
+  const Tensor workspace =
+      empty_on_device_of(x, {static_cast<std::int64_t>(bytes)}, DType::kUInt8);
+  params.workspace = workspace.data_ptr();
+  if constexpr (Backend::kIsCuda) {
+    ridgeline::gemm(params, on.stream());
+  } else {
+    cpu::gemm(params);
+  }
+}
+
+/// x weight^T + bias by the BLAS that comes with PyTorch, the CPU's counterpart of cuBLASLt.
+inline Tensor torch_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 3> stack{from(x), from(weight), from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(
+      torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+/// The CPU's linear by the BLAS, with norm and epilogue around it. The BLAS's bits depend on the
+/// alignment of x: rows that a fresh allocation would not give are copied into one.
+inline Tensor linear_by_blas(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+                             const GemmParams& params, const Tensor& y) {
+  constexpr std::uintptr_t kAlignment = 64;  // of PyTorch's CPU allocations
+  const bool aligned = reinterpret_cast<std::uintptr_t>(x.data_ptr()) % kAlignment == 0;
+  Tensor input = x;
+  if (params.x.norm_weight || !aligned || !x.is_contiguous()) {
+    input = empty_contiguous_like(x);
+    cpu::gemm_prepare(params, input.data_ptr());
+  }
+  const Tensor product = torch_linear(input, weight, bias);
+  if (params.activation == Activation::kNone && !params.residual) return product;
+  Expect(product, "the product").contiguous();
+  cpu::gemm_finish(params, product.data_ptr());
+  return y;
+}
+
+template <class Backend>
+Tensor linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
+              const std::string& activation, const OptionalTensor& residual,
+              const OptionalTensor& norm_weight, double norm_eps, bool batch_invariant,
+              bool weights_ready) {
+  const Backend on(x, "x");
+  const GemmOptions options{bias,     activation,      residual,     norm_weight,
+                            norm_eps, batch_invariant, weights_ready};
+  Expect(x, "x").float_dtype();
+  const DType dtype = dtype_of(x, "x");
+  Expect(weight, "weight").dim(2).dtype(dtype).on_device_of(x, "x").last_dim_contiguous();
+  const std::int64_t N = weight.size(0), K = weight.size(1);
+  Tensor y;
+  GemmParams params =
+      gemm_params(x, gemm_input(x, {}, K, dtype, options), dtype, N, K, options, y);
+  params.weight = {.format = WeightFormat::kDense,
+                   .data = weight.data_ptr(),
+                   .stride_row = N > 1 ? weight.stride(0) : K};
+  if constexpr (!Backend::kIsCuda) {
+    if (!batch_invariant && params.M > 0 && N > 0 && K > 0)
+      return linear_by_blas(x, weight, bias, params, y);
+  }
+  run_gemm(on, x, params);
+  return y;
+}
+
+/// The output's dtype of a quantised op: half precision on CUDA, float32 on the CPU too.
+template <class Backend>
+void expect_quantized_dtype(DType dtype, const char* name) {
+  const bool half = dtype == DType::kFloat16 || dtype == DType::kBFloat16;
+  check(half || (!Backend::kIsCuda && dtype == DType::kFloat32), name,
+        ": expected dtype float16 or bfloat16", Backend::kIsCuda ? "" : " or float32", ", got ",
+        name_of(dtype));
+}
+
+/// The CPU checks what the GPU cannot read without waiting: an index outside reads x[0] there.
+inline void check_perm(const Tensor& perm, std::int64_t K) {
+  const auto* values = static_cast<const std::int32_t*>(perm.data_ptr());
+  for (std::int64_t k = 0; k < K; ++k)
+    check(values[k] >= 0 && values[k] < K, "weight.perm: expected columns in [0, ", K, "), got ",
+          values[k], " at ", k);
+}
+
+template <class Backend>
+Tensor int4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
+                   const OptionalTensor& zeros, const OptionalTensor& perm, std::int64_t N,
+                   std::int64_t K, std::int64_t group, const OptionalTensor& bias,
+                   const OptionalTensor& x_scale, const std::string& activation,
+                   const OptionalTensor& residual, const OptionalTensor& norm_weight,
+                   double norm_eps, bool batch_invariant, bool weights_ready) {
+  const Backend on(x, "x");
+  const GemmOptions options{bias,     activation,      residual,     norm_weight,
+                            norm_eps, batch_invariant, weights_ready};
+  const DType dtype = dtype_of(scales, "weight.scales");
+  expect_quantized_dtype<Backend>(dtype, "weight.scales");
+  check(N >= 0 && K >= 0, "weight: expected N, K >= 0, got ", N, ", ", K);
+  check(group > 0 && (group % 32 == 0 || group >= K),
+        "weight.group: expected a multiple of 32, or K = ", K, ", got ", group);
+  const std::int64_t groups = ceil_div(K, group);
+  Expect(packed, "weight.packed").dtype(DType::kInt32).on_device_of(x, "x").contiguous();
+  Expect(packed, "weight.packed").aligned(16);
+  Expect(packed, "weight.packed")
+      .shape({ceil_div<std::int64_t>(N, Int4Layout::kRows),
+              ceil_div<std::int64_t>(K, Int4Layout::kCols), 32, 4});
+  Expect(scales, "weight.scales").on_device_of(x, "x").shape({groups, N}).contiguous();
+  Tensor y;
+  GemmInput input = gemm_input(x, x_scale, K, dtype, options);
+  if (perm) {
+    Expect(*perm, "weight.perm").dtype(DType::kInt32).on_device_of(x, "x").shape({K}).contiguous();
+    if constexpr (!Backend::kIsCuda) check_perm(*perm, K);
+    input.perm = static_cast<const std::int32_t*>(perm->data_ptr());
+  }
+  GemmParams params = gemm_params(x, input, dtype, N, K, options, y);
+  params.weight = {.format = WeightFormat::kInt4,
+                   .data = packed.data_ptr(),
+                   .scales = scales.data_ptr(),
+                   .group = checked_int32(group, "weight.group")};
+  if (zeros) {
+    Expect(*zeros, "weight.zeros").dtype(DType::kUInt8).on_device_of(x, "x").contiguous();
+    Expect(*zeros, "weight.zeros").shape({groups, N});
+    params.weight.zeros = static_cast<const std::uint8_t*>(zeros->data_ptr());
+  }
+  run_gemm(on, x, params);
+  return y;
+}
+
+inline ScaleLayout scale_layout_of(const Tensor& scale, std::int64_t N, std::int64_t K) {
+  const std::int64_t row_blocks = ceil_div<std::int64_t>(N, kScaleBlock);
+  const std::int64_t col_blocks = ceil_div<std::int64_t>(K, kScaleBlock);
+  if (scale.numel() == 1 && scale.dim() <= 1) return ScaleLayout::kTensor;
+  if (scale.size(0) == N && scale.numel() == N) return ScaleLayout::kRow;
+  check(scale.dim() == 2 && scale.size(0) == row_blocks && scale.size(1) == col_blocks,
+        "weight_scale: expected one value, [", N, "] or [", row_blocks, ", ", col_blocks,
+        "] (128 x 128 blocks), got shape ", to_text(scale.sizes()));
+  return ScaleLayout::kBlock;
+}
+
+inline DType named_dtype(const std::string& name) {
+  if (name == "float32") return DType::kFloat32;
+  if (name == "float16") return DType::kFloat16;
+  check(name == "bfloat16", "out_dtype: expected float32, float16 or bfloat16, got ", name);
+  return DType::kBFloat16;
+}
+
+template <class Backend>
+Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                  const OptionalTensor& bias, const OptionalTensor& x_scale,
+                  const std::string& out_dtype, const std::string& activation,
+                  const OptionalTensor& residual, const OptionalTensor& norm_weight,
+                  double norm_eps, bool batch_invariant, bool weights_ready) {
+  const Backend on(x, "x");
+  const GemmOptions options{bias,     activation,      residual,     norm_weight,
+                            norm_eps, batch_invariant, weights_ready};
+  const DType dtype = named_dtype(out_dtype);
+  const bool is_fp8 = dtype_of(x, "x") == DType::kFloat8E4M3;
+  expect_quantized_dtype<Backend>(dtype, is_fp8 ? "out_dtype" : "x");
+  Expect(weight, "weight").dim(2).dtype(DType::kFloat8E4M3).on_device_of(x, "x");
+  Expect(weight, "weight").last_dim_contiguous();
+  Expect(weight_scale, "weight_scale").dtype(DType::kFloat32).on_device_of(x, "x").contiguous();
+  const std::int64_t N = weight.size(0), K = weight.size(1);
+  Tensor y;
+  GemmParams params =
+      gemm_params(x, gemm_input(x, x_scale, K, dtype, options), dtype, N, K, options, y);
+  params.weight = {.format = WeightFormat::kFp8,
+                   .data = weight.data_ptr(),
+                   .stride_row = N > 1 ? weight.stride(0) : K,
+                   .scales = weight_scale.data_ptr(),
+                   .scale_layout = scale_layout_of(weight_scale, N, K)};
+  run_gemm(on, x, params);
+  return y;
+}
+
+template <class Backend>
+void register_gemm(torch::stable::detail::StableLibrary& m) {
+  m.impl("linear", TORCH_BOX(&linear<Backend>));
+  m.impl("int4_linear", TORCH_BOX(&int4_linear<Backend>));
+  m.impl("fp8_linear", TORCH_BOX(&fp8_linear<Backend>));
+}
+
+}  // namespace ridgeline::bindings

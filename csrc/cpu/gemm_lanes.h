@@ -1,0 +1,45 @@
+#pragma once
+#include <cstdint>
+#include <cstring>
+
+#include "cpu/float8.h"
+#include "cpu/half.h"
+
+/// Eight floats at a time: GCC's and Clang's vector types, for the loops whose shape the compiler
+/// does not find by itself.
+namespace ridgeline::cpu {
+
+constexpr int kLanes = 8;
+typedef float FloatLanes __attribute__((vector_size(32)));
+typedef std::uint32_t WordLanes __attribute__((vector_size(32)));
+
+inline FloatLanes load_lanes(const float* p) {
+  FloatLanes lanes;
+  std::memcpy(&lanes, p, sizeof lanes);
+  return lanes;
+}
+
+inline void store_lanes(float* p, FloatLanes lanes) { std::memcpy(p, &lanes, sizeof lanes); }
+
+/// The sum in a fixed order.
+inline float sum_lanes(FloatLanes v) {
+  return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
+}
+
+/// Each value rounded to T and back.
+template <class T>
+FloatLanes round_lanes(FloatLanes lanes) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    WordLanes words;
+    std::memcpy(&words, &lanes, sizeof words);
+    const WordLanes is_nan = (words & 0x7fffffffu) > 0x7f800000u;
+    const WordLanes rounded = (words + 0x7fffu + ((words >> 16) & 1u)) & 0xffff0000u;
+    words = is_nan ? (words | 0x400000u) : rounded;
+    std::memcpy(&lanes, &words, sizeof lanes);
+  } else if constexpr (!std::is_same_v<T, float>) {
+    for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(static_cast<T>(lanes[i]));
+  }
+  return lanes;
+}
+
+}  // namespace ridgeline::cpu

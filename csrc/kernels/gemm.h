@@ -1,0 +1,111 @@
+#pragma once
+#include "common/types.h"
+
+namespace ridgeline {
+
+/// Applied to x W^T + bias. The gated ones halve the columns: y = act(first half) * second half.
+enum class Activation : std::uint8_t { kNone, kGelu, kGeluTanh, kSilu, kRelu, kSiluMul, kGeluMul };
+
+constexpr bool is_gated(Activation activation) {
+  return activation == Activation::kSiluMul || activation == Activation::kGeluMul;
+}
+
+enum class WeightFormat : std::uint8_t {
+  kDense,  // [N, K] of the output's dtype
+  kInt4,   // Int4Layout below
+  kFp8,    // [N, K] e4m3
+};
+
+/// Where the float32 scales of fp8 weights apply.
+enum class ScaleLayout : std::uint8_t {
+  kTensor,  // one for the whole
+  kRow,     // [N], one an output column
+  kBlock,   // [ceil(N / 128), ceil(K / 128)]
+};
+
+constexpr int kScaleBlock = 128;
+
+/// The int4 layout: blocks of 16 rows x 64 columns, [ceil(N / 16), ceil(K / 64)] of them, 512
+/// bytes each, so that a row block streams from consecutive addresses. In a block each of 32 lanes
+/// (g = lane / 4, t = lane % 4) owns 16 consecutive bytes: four words, one for each 16 columns.
+/// Nibbles j and j + 4 of word f are columns 16 f + 2 t + 8 (j / 2) and the next one, of row
+/// g + 8 (j % 2): the registers of the A operand of mma.m16n8k16 and, for each warp, of wgmma's,
+/// or of the B operands of two n8 tiles; and one masked shift a register, to dequantise.
+/// The padding is the zero point.
+struct Int4Layout {
+  static constexpr int kRows = 16;
+  static constexpr int kCols = 64;
+  static constexpr int kWords = 128;  // 32-bit words a block
+  static constexpr int kSymmetricZero = 8;
+};
+
+/// The weight matrix [N, K]. Int4: value = (q - zero) * scale, rounded to the output's dtype.
+struct GemmWeight {
+  WeightFormat format = WeightFormat::kDense;
+  const void* data = nullptr;
+  std::int64_t stride_row = 0;                // elements; unused by kInt4
+  const void* scales = nullptr;               // kInt4: [groups, N] as the output; kFp8: float32
+  ScaleLayout scale_layout = ScaleLayout::kTensor;  // of kFp8
+  const std::uint8_t* zeros = nullptr;        // kInt4: [groups, N], or null: 8
+  std::int32_t group = 0;                     // kInt4: columns a scale covers: 32 i, or K
+};
+
+/// The activations [M, K], and what happens to them before the product.
+struct GemmInput {
+  DType dtype = DType::kFloat32;              // the output's, or e4m3
+  const void* data = nullptr;
+  std::int64_t stride_row = 0;                // elements
+  const float* scale = nullptr;               // of e4m3: the product is multiplied by it; or null
+  bool scale_per_row = false;                 // scale is [M], else one value
+  const std::int32_t* perm = nullptr;         // column c of the weight meets perm[c] of x
+  const void* norm_weight = nullptr;          // rmsnorm over the row first; or null
+  DType norm_dtype = DType::kFloat32;
+  float norm_eps = 0.0f;
+};
+
+/// y = act(x W^T + bias) + residual, products and sums in float32.
+///
+/// Roofline: the weight's bytes, M K and M N elements; 2 M N K flops. Bandwidth up to some hundred
+/// rows, tensor cores beyond. K = 0 is legal: the product is zero.
+struct GemmParams {
+  DType dtype = DType::kFloat32;              // of y, bias, residual, dense weight, int4 scales
+  std::int64_t M = 0;                         // rows of x; 0 is legal
+  std::int32_t N = 0;                         // rows of the weight
+  std::int32_t K = 0;
+  GemmInput x = {};
+  GemmWeight weight = {};
+  Activation activation = Activation::kNone;
+  const void* bias = nullptr;                 // [N], or null
+  const void* residual = nullptr;             // [M, out_cols], or null
+  std::int64_t stride_residual = 0;
+  void* y = nullptr;                          // [M, out_cols], contiguous
+  void* workspace = nullptr;                  // gemm_workspace_bytes(), aligned to 256
+  bool batch_invariant = false;               // a row's bits do not depend on M
+  bool weights_ready = false;                 // no kernel of the stream still writes the weight
+
+  constexpr std::int32_t out_cols() const { return is_gated(activation) ? N / 2 : N; }
+};
+
+/// Bytes that gemm() needs on the current device. A function of shapes, strides and addresses.
+std::size_t gemm_workspace_bytes(const GemmParams& params);
+
+/// Enqueues one to three kernels; allocates nothing on the device.
+void gemm(const GemmParams& params, Stream stream);
+
+namespace cpu {
+
+/// The product by the library's own loops: each weight tile is expanded to float32 once.
+/// One order of K for every M.
+std::size_t gemm_workspace_bytes(const GemmParams& params);
+void gemm(const GemmParams& params);
+
+/// The rows of x, normalized if asked, as [M, K] contiguous of its dtype, for a product done
+/// elsewhere.
+void gemm_prepare(const GemmParams& params, void* prepared);
+
+/// y = act(product) + residual where the product [M, N] (bias included) was computed elsewhere.
+void gemm_finish(const GemmParams& params, const void* product);
+
+}  // namespace cpu
+
+}  // namespace ridgeline

@@ -1,0 +1,322 @@
+"""Matrix products with the layers' weights: dense, 4-bit and 8-bit floating point."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops.int4_weight import Int4Weight
+from ridgeline.roofline.cost import Cost, cost_of, nbytes
+
+_ops = torch.ops.ridgeline
+_GATED = ("silu_mul", "gelu_mul")
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    batch_invariant: bool = False,
+    weights_ready: bool = False,
+) -> Tensor:
+    """``act(x @ weight.T + bias) + residual``, with float32 products and sums.
+
+    On CUDA, up to 64 rows run on kernels of this library, with the epilogue fused; more rows on
+    cuBLASLt, if it can be opened, and the epilogue in a kernel after it where cuBLASLt has none
+    that rounds the same. float32 never uses TF32. On the CPU the product is PyTorch's BLAS.
+
+    Args:
+        x: ``[..., K]``, float32, float16 or bfloat16; last dimension contiguous.
+        weight: ``[N, K]``, dtype of ``x``; last dimension contiguous.
+        bias: ``[N]``.
+        activation: None, "gelu", "gelu_tanh", "silu", "relu", or gated: "silu_mul", "gelu_mul",
+            where ``weight`` has the N / 2 gate rows first and the result is
+            ``act(gate) * up``, N / 2 columns.
+        residual: of the output's shape; read, added last.
+        norm_weight: ``[K]``, dtype of ``x`` or float32: ``rmsnorm(x, norm_weight, norm_eps)``
+            stands for ``x``. It is computed by a kernel of its own ahead of the product and
+            rounded to the dtype of ``x``, as a separate op would.
+        norm_eps: added to the mean of squares of the norm.
+        batch_invariant: a row's result has the same bits whatever the other rows and their number:
+            one instruction and one order of K for all, and no library GEMM.
+        weights_ready: no kernel of the stream still writes ``weight``, so it may be read before
+            the kernels ahead have ended.
+
+    Returns:
+        A new contiguous tensor, ``[..., N]`` (gated: ``[..., N / 2]``), dtype of ``x``.
+
+    Raises:
+        ValueError: dtype, device or shape differ from the above; the message names the argument.
+    """
+    return _ops.linear(
+        x,
+        weight,
+        bias,
+        activation or "none",
+        residual,
+        norm_weight,
+        norm_eps,
+        batch_invariant,
+        weights_ready,
+    )
+
+
+def int4_linear(
+    x: Tensor,
+    weight: Int4Weight,
+    bias: Tensor | None = None,
+    *,
+    x_scale: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    batch_invariant: bool = False,
+    weights_ready: bool = False,
+) -> Tensor:
+    """:func:`linear` with a 4-bit weight, expanded in registers: ``weight.dequantize()`` exactly.
+
+    Args:
+        x: ``[..., K]``, the dtype of ``weight.scales`` (float16 or bfloat16; on the CPU float32
+            too), or float8_e4m3fn with ``x_scale``, which is expanded exactly and multiplied in
+            the dtype of the scales.
+        weight: from :func:`pack_int4` or :meth:`Int4Weight.from_quantized`.
+        x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
+        bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
+            :func:`linear`. With activation order, or a norm, a kernel of its own prepares ``x``.
+            Every row count gives a row the same bits, with ``batch_invariant`` or without.
+
+    Returns:
+        A new contiguous tensor, ``[..., N]`` (gated: ``[..., N / 2]``), dtype of the scales.
+
+    Raises:
+        ValueError: dtype, device or shape differ from the above; the message names the argument.
+
+    Source: layout after Frantar et al., "MARLIN", 2024; dequantisation after Kim et al., "Who Says
+        Elephants Can't Run", 2022.
+    """
+    return _ops.int4_linear(
+        x,
+        weight.packed,
+        weight.scales,
+        weight.zeros,
+        weight.perm,
+        weight.N,
+        weight.K,
+        weight.group,
+        bias,
+        x_scale,
+        activation or "none",
+        residual,
+        norm_weight,
+        norm_eps,
+        batch_invariant,
+        weights_ready,
+    )
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    batch_invariant: bool = False,
+    weights_ready: bool = False,
+) -> Tensor:
+    """:func:`linear` with a weight in float8 e4m3 and float32 scales.
+
+    Args:
+        x: ``[..., K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded to
+            that dtype, exactly; or float8_e4m3fn with ``x_scale``: both are expanded, exactly.
+        weight: ``[N, K]``, float8_e4m3fn; last dimension contiguous.
+        weight_scale: float32: one value, or ``[N]``, applied to the product in float32; or
+            ``[ceil(N / 128), ceil(K / 128)]``, one a 128 x 128 block, applied to the expanded
+            weight and, on CUDA, rounded to the dtype of the output.
+        x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
+        out_dtype: of the output, for a float8 ``x``; None: bfloat16. Otherwise the dtype of ``x``.
+        bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
+            :func:`linear`; no norm for a float8 ``x``. Every row count gives a row the same bits.
+
+    Returns:
+        A new contiguous tensor, ``[..., N]`` (gated: ``[..., N / 2]``).
+
+    Raises:
+        ValueError: dtype, device or shape differ from the above; the message names the argument.
+
+    Source: Micikevicius et al., "FP8 formats for deep learning", 2022.
+    """
+    is_fp8 = x.dtype == torch.float8_e4m3fn
+    out = (out_dtype or torch.bfloat16) if is_fp8 else (out_dtype or x.dtype)
+    if not is_fp8 and out != x.dtype:
+        raise ValueError(f"out_dtype: expected None or the dtype of x, {x.dtype}, got {out_dtype}")
+    return _ops.fp8_linear(
+        x,
+        weight,
+        weight_scale,
+        bias,
+        x_scale,
+        str(out).removeprefix("torch."),
+        activation or "none",
+        residual,
+        norm_weight,
+        norm_eps,
+        batch_invariant,
+        weights_ready,
+    )
+
+
+# ---- Shapes without data -----------------------------------------------------------------------
+
+
+def _empty(x: Tensor, N: int, activation: str, dtype: torch.dtype) -> Tensor:
+    columns = N // 2 if activation in _GATED else N
+    return x.new_empty((*x.shape[:-1], columns), dtype=dtype)
+
+
+@torch.library.register_fake("ridgeline::linear")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    batch_invariant: bool,
+    weights_ready: bool,
+) -> Tensor:
+    return _empty(x, weight.shape[0], activation, x.dtype)
+
+
+@torch.library.register_fake("ridgeline::int4_linear")
+def _(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    perm: Tensor | None,
+    N: int,
+    K: int,
+    group: int,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    activation: str,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    batch_invariant: bool,
+    weights_ready: bool,
+) -> Tensor:
+    return _empty(x, N, activation, scales.dtype)
+
+
+@torch.library.register_fake("ridgeline::fp8_linear")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_dtype: str,
+    activation: str,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    batch_invariant: bool,
+    weights_ready: bool,
+) -> Tensor:
+    return _empty(x, weight.shape[0], activation, getattr(torch, out_dtype))
+
+
+# ---- Costs -------------------------------------------------------------------------------------
+
+_UNITS = {torch.float16: "bf16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def _cost(
+    x: Tensor,
+    N: int,
+    weight_bytes: int,
+    out_dtype: torch.dtype,
+    unit: str,
+    activation: str | None,
+    *others: Tensor | None,
+) -> Cost:
+    rows = x.numel() // max(x.shape[-1], 1)
+    columns = N // 2 if activation in _GATED else N
+    moved = nbytes(x, *others) + weight_bytes + rows * columns * out_dtype.itemsize
+    return Cost(bytes=moved, flops=2 * x.numel() * N, unit=unit)
+
+
+@cost_of("linear")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    **_unused: object,
+) -> Cost:
+    return _cost(
+        x,
+        weight.shape[0],
+        nbytes(weight),
+        x.dtype,
+        _UNITS[x.dtype],
+        activation,
+        bias,
+        residual,
+        norm_weight,
+    )
+
+
+@cost_of("int4_linear")
+def _(
+    x: Tensor,
+    weight: Int4Weight,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    **_unused: object,
+) -> Cost:
+    read = nbytes(weight.packed, weight.scales, weight.zeros, weight.perm)
+    dtype = weight.scales.dtype
+    unit = _UNITS[dtype]
+    return _cost(x, weight.N, read, dtype, unit, activation, bias, residual, norm_weight)
+
+
+@cost_of("fp8_linear")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    **_unused: object,
+) -> Cost:
+    is_fp8 = x.dtype == torch.float8_e4m3fn
+    out = out_dtype or (torch.bfloat16 if is_fp8 else x.dtype)
+    unit = "fp8" if is_fp8 else _UNITS[out]
+    read = nbytes(weight, weight_scale, x_scale)
+    return _cost(x, weight.shape[0], read, out, unit, activation, bias, residual, norm_weight)

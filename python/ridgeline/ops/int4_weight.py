@@ -1,0 +1,216 @@
+"""The int4 weight: quantising, packing and unpacking, in plain torch on any device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_ROWS, _COLS, _SYMMETRIC_ZERO = 16, 64, 8
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Int4Weight:
+    """A weight ``[N, K]`` in 4-bit integers: ``value = (q - zero) * scale``, ``q`` in 0 to 15.
+
+    Attributes:
+        packed: int32 ``[ceil(N / 16), ceil(K / 64), 32, 4]``, one layout for every device
+            (``Int4Layout`` in ``csrc/kernels/gemm.h``); rows and columns beyond the matrix are
+            padding.
+        scales: ``[groups, N]``, float32, float16 or bfloat16: the dtype of the output.
+        zeros: uint8 ``[groups, N]``, 0 to 15, or None: 8 everywhere.
+        perm: int32 ``[K]`` or None: column ``c`` of the packed matrix is column ``perm[c]`` of the
+            weight, as activation order needs it.
+        N: rows, the output features.
+        K: columns, the input features.
+        group: consecutive packed columns that share a scale.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    perm: Tensor | None
+    N: int
+    K: int
+    group: int
+
+    @classmethod
+    def from_quantized(
+        cls,
+        q: Tensor,
+        scales: Tensor,
+        zeros: Tensor | None = None,
+        group_index: Tensor | None = None,
+    ) -> Int4Weight:
+        """Packs integers that were quantised elsewhere (GPTQ, AWQ).
+
+        Args:
+            q: ``[N, K]``, integers 0 to 15.
+            scales: ``[groups, N]``, floating.
+            zeros: ``[groups, N]``, integers 0 to 15, or None for 8.
+            group_index: ``[K]``, the group of each column (``g_idx`` of GPTQ), each group equally
+                often; None: in order. Columns out of order are sorted by group and ``perm`` set.
+
+        Raises:
+            ValueError: shapes disagree, K is not divisible by the group, or a group size that is
+                neither a multiple of 32 nor all of K.
+        """
+        _expect(q.dim() == 2, f"q: expected 2 dimensions, got shape {list(q.shape)}")
+        N, K = q.shape
+        _expect(
+            scales.dim() == 2 and scales.shape[1] == N and scales.dtype in _FLOATS,
+            f"scales: expected floating [groups, {N}], got {scales.dtype} {list(scales.shape)}",
+        )
+        groups = scales.shape[0]
+        _expect(
+            K % max(groups, 1) == 0 and (groups > 0) == (K > 0),
+            f"q: expected K divisible by {groups} groups, got K = {K}",
+        )
+        group = _checked_group(K // groups if groups else -1, K)
+        _expect(
+            zeros is None or zeros.shape == scales.shape,
+            f"zeros: expected the shape of scales, {list(scales.shape)}, "
+            f"got {None if zeros is None else list(zeros.shape)}",
+        )
+        perm = None if group_index is None else _order_of(group_index, groups, group)
+        return cls(
+            packed=_pack(q if perm is None else q[:, perm.long()]),
+            scales=scales.contiguous(),
+            zeros=None if zeros is None else zeros.to(torch.uint8).contiguous(),
+            perm=perm,
+            N=N,
+            K=K,
+            group=group,
+        )
+
+    def quantized(self) -> Tensor:
+        """The integers, uint8 ``[N, K]``, in the weight's own column order."""
+        q = _unpack(self.packed)[: self.N, : self.K]
+        if self.perm is None:
+            return q
+        return torch.empty_like(q).index_copy_(1, self.perm.long(), q.contiguous())
+
+    def dequantize(self) -> Tensor:
+        """The weight that the op multiplies by, ``[N, K]`` in the dtype of the scales.
+
+        ``(q - zero) * scale`` in float32, rounded once: every backend uses exactly these values.
+        """
+        packed_order = _unpack(self.packed)[: self.N, : self.K].float()
+        groups = torch.arange(self.K, device=packed_order.device) // self.group
+        scales = self.scales.float()[groups].t()
+        zeros = _SYMMETRIC_ZERO if self.zeros is None else self.zeros.float()[groups].t()
+        values = ((packed_order - zeros) * scales).to(self.scales.dtype)
+        if self.perm is None:
+            return values.contiguous()
+        return torch.empty_like(values.contiguous()).index_copy_(1, self.perm.long(), values)
+
+    def to(self, device: torch.device | str) -> Int4Weight:
+        """The same weight on another device."""
+        return Int4Weight(
+            packed=self.packed.to(device),
+            scales=self.scales.to(device),
+            zeros=None if self.zeros is None else self.zeros.to(device),
+            perm=None if self.perm is None else self.perm.to(device),
+            N=self.N,
+            K=self.K,
+            group=self.group,
+        )
+
+
+def pack_int4(weight: Tensor, group_size: int = 128, zero_point: bool = False) -> Int4Weight:
+    """Quantises ``[N, K]`` to 4 bits, round to nearest, one scale a row and group of columns.
+
+    Args:
+        weight: ``[N, K]``, float32, float16 or bfloat16.
+        group_size: columns a scale covers: a multiple of 32 that divides K, or -1 for all of K.
+        zero_point: an integer zero point a group, so that minimum and maximum are both reached;
+            otherwise the range is symmetric, ``-8`` to ``7`` times the scale.
+
+    Returns:
+        An :class:`Int4Weight` whose scales have the dtype of ``weight``.
+
+    Raises:
+        ValueError: K is not divisible by the group, or dtype or shape are not as above.
+    """
+    _expect(
+        weight.dim() == 2 and weight.dtype in _FLOATS,
+        f"weight: expected floating [N, K], got {weight.dtype} {list(weight.shape)}",
+    )
+    N, K = weight.shape
+    group = _checked_group(group_size, K)
+    columns = weight.float().reshape(N, -1, group) if K else weight.new_zeros(N, 0, 1).float()
+    tiny = torch.finfo(weight.dtype).tiny
+    if zero_point:
+        low = columns.amin(-1).clamp(max=0) if K else columns.new_zeros(N, 0)
+        high = columns.amax(-1).clamp(min=0) if K else low
+        scales = ((high - low) / 15).clamp(min=tiny).to(weight.dtype)
+        zeros = (-low / scales.float()).round().clamp(0, 15)
+    else:
+        extreme = columns.abs().amax(-1) if K else columns.new_zeros(N, 0)
+        scales = (extreme / 7).clamp(min=tiny).to(weight.dtype)
+        zeros = torch.full_like(scales, _SYMMETRIC_ZERO, dtype=torch.float32)
+    q = (columns / scales.float().unsqueeze(-1)).round() + zeros.unsqueeze(-1)
+    return Int4Weight.from_quantized(
+        q.clamp(0, 15).to(torch.uint8).reshape(N, K),
+        scales.t(),
+        zeros.to(torch.uint8).t() if zero_point else None,
+    )
+
+
+def _expect(ok: bool, message: str) -> None:
+    if not ok:
+        raise ValueError(message)
+
+
+def _checked_group(group: int, K: int) -> int:
+    """The group as columns; -1 is all of them."""
+    columns = max(K, 1) if group == -1 else group
+    _expect(
+        columns > 0 and (columns % 32 == 0 or columns == max(K, 1)),
+        f"group_size: expected -1 or a multiple of 32, got {group}",
+    )
+    _expect(K % columns == 0, f"weight: expected K divisible by the group {columns}, got K = {K}")
+    return columns
+
+
+def _order_of(group_index: Tensor, groups: int, group: int) -> Tensor | None:
+    """The permutation that sorts columns by group; None if they are sorted."""
+    counts = torch.bincount(group_index.long(), minlength=groups)
+    _expect(
+        counts.numel() == groups and bool((counts == group).all()),
+        f"group_index: expected each of {groups} groups {group} times, got {counts.tolist()}",
+    )
+    order = torch.argsort(group_index, stable=True).to(torch.int32)
+    return None if bool((group_index.diff() >= 0).all()) else order
+
+
+# Axes of the packed order: a row is (block, register row, lane row), a column is
+# (block, fragment, register column, lane column, element): the nibble of register
+# (column half h, row half r) and element e is 2 h + r + 4 e.
+_PACKED_AXES = (0, 3, 2, 6, 4, 7, 5, 1)
+_NATURAL_AXES = (0, 7, 2, 1, 4, 6, 3, 5)
+
+
+def _pack(q: Tensor) -> Tensor:
+    """Integers ``[N, K]`` to int32 ``[N / 16, K / 64, 32, 4]``, padded with 8."""
+    N, K = q.shape
+    padded = F.pad(q.to(torch.uint8), (0, -K % _COLS, 0, -N % _ROWS), value=_SYMMETRIC_ZERO)
+    rows, cols = padded.shape[0] // _ROWS, padded.shape[1] // _COLS
+    # [n, r, g, k, f, h, t, e] -> [n, k, g, t, f, e, h, r]
+    nibbles = padded.view(rows, 2, 8, cols, 4, 2, 4, 2).permute(_PACKED_AXES)
+    nibbles = nibbles.reshape(rows, cols, 32, 4, 4, 2).to(torch.uint8)
+    bytes_ = nibbles[..., 0] | (nibbles[..., 1] << 4)
+    return bytes_.contiguous().view(torch.int32).view(rows, cols, 32, 4)
+
+
+def _unpack(packed: Tensor) -> Tensor:
+    """The inverse of :func:`_pack`, with the padding, uint8."""
+    rows, cols = packed.shape[:2]
+    bytes_ = packed.contiguous().view(torch.uint8).view(rows, cols, 8, 4, 4, 2, 2)
+    # The last axis of a word's eight nibbles is (e, h, r): two nibbles a byte, the low one first.
+    nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1)
+    nibbles = nibbles.reshape(rows, cols, 8, 4, 4, 2, 2, 2)
+    return nibbles.permute(_NATURAL_AXES).reshape(rows * _ROWS, cols * _COLS)

@@ -1,0 +1,310 @@
+"""Rows of the matrix products with weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ridgeline
+from op_table import Context, Error, Lazy, OpCase, Sample, full, normal
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+def _activate(product: Tensor, activation: str | None) -> Tensor:
+    if activation in ("silu_mul", "gelu_mul"):
+        gate, up = product.chunk(2, -1)
+        return (F.silu(gate) if activation == "silu_mul" else F.gelu(gate)) * up
+    functions: dict[str | None, Callable[[Tensor], Tensor]] = {
+        None: lambda t: t,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+        "silu": F.silu,
+        "relu": F.relu,
+    }
+    return functions[activation](product)
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    batch_invariant: bool = False,
+    weights_ready: bool = False,
+) -> Tensor:
+    """The op in plain torch, in any dtype."""
+    if norm_weight is not None:
+        x = F.rms_norm(x.to(norm_weight.dtype), x.shape[-1:], norm_weight, 1e-6).to(x.dtype)
+    out = _activate(F.linear(x, weight, bias), activation)
+    return out if residual is None else out + residual
+
+
+def dense_shapes() -> list[Sample]:
+    """Tile edges of every kernel: rows 1, 8, 9, 16, 17, 64, 65; columns, K near 16, 64, 128."""
+    return [
+        Sample("one row, all whole tiles", x=normal(1, 256), weight=normal(128, 256)),
+        Sample("8 rows, a K tail of 8", x=normal(8, 264), weight=normal(48, 264)),
+        Sample("9 rows: the second half of an MMA", x=normal(9, 128), weight=normal(64, 128)),
+        Sample("17 rows: the tile kernel, split", x=normal(17, 1024), weight=normal(144, 1024)),
+        Sample("64 rows, N odd", x=normal(64, 192), weight=normal(77, 192)),
+        Sample("65 rows: many rows", x=normal(65, 256), weight=normal(256, 256)),
+        Sample("300 rows: three row tiles", x=normal(300, 520), weight=normal(264, 520)),
+        Sample("K odd: no 16-byte loads", x=normal(5, 127), weight=normal(33, 127)),
+        Sample("K odd, many rows", x=normal(130, 63), weight=normal(70, 63)),
+        Sample("K long: every split", x=normal(3, 8192), weight=normal(32, 8192)),
+        Sample("rows of a batch", x=normal(2, 3, 64), weight=normal(32, 64)),
+        Sample("one dimension", x=normal(64), weight=normal(32, 64)),
+        Sample("no rows", x=normal(0, 64), weight=normal(32, 64)),
+        Sample("K = 0: the bias", x=normal(3, 0), weight=normal(32, 0), bias=normal(32)),
+        Sample("strided rows", x=normal(14, 64)[::2], weight=normal(32, 64)),
+        Sample("rows at an odd address", x=normal(6, 72)[:, 3:67], weight=normal(32, 64)),
+        Sample("strided weight rows", x=normal(4, 64), weight=normal(32, 128)[:, 64:]),
+        Sample("NaN stays in its row", x=normal(4, 64).set((1, 3), float("nan")),
+               weight=normal(32, 64)),
+        Sample("infinity", x=normal(4, 64).set((2, 5), float("inf")), weight=normal(32, 64)),
+    ]  # fmt: skip
+
+
+def epilogues() -> list[dict[str, Any]]:
+    """Each epilogue alone and with the others, of x [rows, 128] and weight [96, 128]."""
+    plain = ["gelu", "gelu_tanh", "silu", "relu"]
+    return [
+        {"bias": normal(96)},
+        {"residual": True},
+        *({"activation": a, "bias": normal(96)} for a in plain),
+        {"activation": "silu_mul"},
+        {"activation": "gelu_mul", "bias": normal(96), "residual": True},
+        {"activation": "silu", "bias": normal(96), "residual": True},
+        {"norm_weight": normal(128), "bias": normal(96)},
+        {"norm_weight": normal(128), "activation": "silu_mul", "residual": True},
+    ]
+
+
+def epilogue_samples(make: Callable[[int], dict[str, Any]]) -> list[Sample]:
+    """Few rows, split rows and many rows, for each epilogue."""
+    samples = []
+    for rows in (3, 40, 100):
+        for given in epilogues():
+            options = dict(given)
+            gated = options.get("activation") in ("silu_mul", "gelu_mul")
+            if options.pop("residual", False):
+                options["residual"] = normal(rows, 48 if gated else 96)
+            samples.append(Sample(f"{rows} rows, {sorted(options)}", **make(rows), **options))
+    return samples
+
+
+def _dense_inputs(rows: int) -> dict[str, Any]:
+    return {"x": normal(rows, 128), "weight": normal(96, 128, scale=0.1)}
+
+
+LINEAR = OpCase(
+    name="linear",
+    op=ridgeline.ops.linear,
+    reference=linear,
+    competitor=linear,
+    samples=[
+        *dense_shapes(),
+        *epilogue_samples(_dense_inputs),
+        Sample("invariant", x=normal(20, 256), weight=normal(80, 256), batch_invariant=True),
+        Sample("invariant, many rows", x=normal(129, 256), weight=normal(136, 256),
+               batch_invariant=True),
+        Sample("invariant, K odd", x=normal(20, 65), weight=normal(80, 65), batch_invariant=True),
+        Sample("weights read early", x=normal(2, 256), weight=normal(64, 256), weights_ready=True),
+    ],
+    errors=[
+        Error(r"x.*64.*\[2, 32\]", x=normal(2, 32), weight=normal(8, 64)),
+        Error(r"weight.*2 dimensions.*\[64\]", x=normal(2, 64), weight=normal(64)),
+        Error(r"weight.*float32.*float64|float64|Double", x=normal(2, 64),
+              weight=normal(8, 64, dtype=torch.float64)),
+        Error(r"weight.*last dimension contiguous", x=normal(2, 64), weight=normal(64, 8).t()),
+        Error(r"bias.*\[8\].*\[9\]", x=normal(2, 64), weight=normal(8, 64), bias=normal(9)),
+        Error(r"residual.*\[2, 8\].*\[1, 8\]", x=normal(2, 64), weight=normal(8, 64),
+              residual=normal(1, 8)),
+        Error(r"activation.*'swish'", x=normal(2, 64), weight=normal(8, 64), activation="swish"),
+        Error(r"weight.*even.*silu_mul.*9", x=normal(2, 64), weight=normal(9, 64),
+              activation="silu_mul"),
+        Error(r"norm_weight.*\[64\].*\[32\]", x=normal(2, 64), weight=normal(8, 64),
+              norm_weight=normal(32)),
+    ],
+)  # fmt: skip
+
+
+# ---- int4: judged against the dequantised values -----------------------------------------------
+
+
+def _int4_weight(N: int, K: int, group: int, zero_point: bool, act_order: bool) -> Any:
+    """Integers, scales and zeros at random: every nibble and zero point occurs."""
+
+    def make(context: Context) -> Any:
+        groups = 1 if group == -1 else K // group
+        draw = context.generator
+        q = torch.randint(0, 16, (N, K), generator=draw)
+        scales = (torch.rand(groups, N, generator=draw) * 0.02 + 0.01).to(context.dtype)
+        zeros = torch.randint(0, 16, (groups, N), generator=draw) if zero_point else None
+        index = None
+        if act_order:
+            index = torch.randperm(K, generator=draw) // (K // groups)
+        weight = ridgeline.ops.Int4Weight.from_quantized(q, scales, zeros, index)
+        return weight.to(context.device)
+
+    return Lazy(make)
+
+
+def _int4_reference(x: Tensor, weight: Any, bias: Tensor | None = None, **options: Any) -> Tensor:
+    dense = weight.dequantize().to(device=x.device, dtype=x.dtype)
+    return linear(x, dense, bias, **options)
+
+
+def _int4_inputs(rows: int) -> dict[str, Any]:
+    return {"x": normal(rows, 128), "weight": _int4_weight(96, 128, 64, True, False)}
+
+
+def _int4_shapes() -> list[Sample]:
+    samples = []
+    for rows in (1, 9, 33, 70):
+        for group in (32, 64, 128, -1):
+            samples += [
+                Sample(f"{rows} rows, group {group}", x=normal(rows, 256),
+                       weight=_int4_weight(64, 256, group, False, False)),
+                Sample(f"{rows} rows, group {group}, zero points", x=normal(rows, 384),
+                       weight=_int4_weight(40, 384, group, True, False)),
+            ]  # fmt: skip
+        samples += [
+            Sample(f"{rows} rows, activation order", x=normal(rows, 256),
+                   weight=_int4_weight(48, 256, 32, True, True)),
+            Sample(f"{rows} rows, K padded, whole column", x=normal(rows, 100),
+                   weight=_int4_weight(33, 100, -1, True, False)),
+            Sample(f"{rows} rows, K a group and a half block", x=normal(rows, 96),
+                   weight=_int4_weight(130, 96, 32, False, False)),
+        ]  # fmt: skip
+    return samples
+
+
+INT4 = OpCase(
+    name="int4_linear",
+    op=ridgeline.ops.int4_linear,
+    reference=_int4_reference,
+    competitor=_int4_reference,
+    dtypes=HALVES,
+    samples=[
+        *_int4_shapes(),
+        *epilogue_samples(_int4_inputs),
+        Sample("no rows", x=normal(0, 64), weight=_int4_weight(32, 64, 64, False, False)),
+        Sample("strided rows, activation order", x=normal(14, 64)[::2],
+               weight=_int4_weight(32, 64, 32, False, True)),
+        Sample("weights read early", x=normal(2, 256), weights_ready=True,
+               weight=_int4_weight(64, 256, 128, True, False)),
+        Sample("K long: every split", x=normal(3, 8192),
+               weight=_int4_weight(32, 8192, 128, True, False)),
+    ],
+    errors=[
+        Error(r"x.*64.*\[2, 32\]", x=normal(2, 32), dtype=torch.bfloat16,
+              weight=_int4_weight(8, 64, 64, False, False)),
+        Error(r"x: expected dtype bfloat16, got float16", x=normal(2, 64, dtype=torch.float16),
+              dtype=torch.bfloat16, weight=_int4_weight(8, 64, 64, False, False)),
+        Error(r"x_scale.*None.*a tensor", x=normal(2, 64), dtype=torch.bfloat16,
+              x_scale=full((2,), 1.0, torch.float32),
+              weight=_int4_weight(8, 64, 64, False, False)),
+    ],
+)  # fmt: skip
+
+
+# ---- fp8: judged against the expanded values ---------------------------------------------------
+
+
+def fp8(*shape: int, scale: float = 1.0) -> Lazy:
+    return normal(*shape, scale=scale, dtype=torch.float32).to(torch.float8_e4m3fn)
+
+
+def _positive(*shape: int) -> Lazy:
+    def make(context: Context) -> Tensor:
+        values = torch.rand(shape, generator=context.generator) * 0.1 + 0.05
+        return values.to(context.device)
+
+    return Lazy(make)
+
+
+def _block_scales(scale: Tensor, N: int, K: int) -> Tensor:
+    return scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+
+
+def _fp8_reference(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Tensor:
+    """Scales widen the product's dtype, as the op applies them before its one rounding."""
+    dtype = torch.float64 if weight.dtype == torch.float64 else (out_dtype or x.dtype)
+    dense = weight.to(torch.float64)
+    if weight_scale.dim() == 2:
+        dense = dense * _block_scales(weight_scale.double(), *weight.shape)
+    else:
+        dense = dense * weight_scale.double().reshape(-1, 1)
+    scaled = x if x_scale is None else x.double() * x_scale.double().reshape(-1, 1)
+    return linear(scaled.to(dtype), dense.to(dtype), bias, **options)
+
+
+def _fp8_inputs(rows: int) -> dict[str, Any]:
+    return {"x": normal(rows, 128), "weight": fp8(96, 128), "weight_scale": _positive(96)}
+
+
+def _fp8_shapes() -> list[Sample]:
+    samples = []
+    for rows in (1, 9, 33, 70):
+        samples += [
+            Sample(f"{rows} rows, row scales, N odd", x=normal(rows, 272), weight=fp8(77, 272),
+                   weight_scale=_positive(77)),
+            Sample(f"{rows} rows, one scale", x=normal(rows, 128), weight=fp8(64, 128),
+                   weight_scale=_positive(1)),
+            Sample(f"{rows} rows, block scales", x=normal(rows, 400), weight=fp8(200, 400),
+                   weight_scale=_positive(2, 4)),
+            Sample(f"{rows} rows, K odd", x=normal(rows, 65), weight=fp8(40, 65),
+                   weight_scale=_positive(40)),
+            Sample(f"{rows} rows of fp8, scales a row", x=fp8(rows, 256), weight=fp8(64, 256),
+                   x_scale=_positive(rows), weight_scale=_positive(64),
+                   out_dtype=torch.bfloat16, bias=normal(64, dtype=torch.bfloat16)),
+            Sample(f"{rows} rows of fp8, one scale", x=fp8(rows, 256), weight=fp8(64, 256),
+                   x_scale=_positive(1), weight_scale=_positive(1), out_dtype=torch.float16),
+        ]  # fmt: skip
+    return samples
+
+
+FP8 = OpCase(
+    name="fp8_linear",
+    op=ridgeline.ops.fp8_linear,
+    reference=_fp8_reference,
+    competitor=_fp8_reference,
+    dtypes=HALVES,
+    samples=[
+        *_fp8_shapes(),
+        *epilogue_samples(_fp8_inputs),
+        Sample("no rows", x=normal(0, 64), weight=fp8(32, 64), weight_scale=_positive(32)),
+        Sample("NaN of e4m3", x=normal(3, 64), weight=fp8(32, 64).set((5, 7), float("nan")),
+               weight_scale=_positive(32)),
+        Sample("subnormals of e4m3", x=normal(3, 64), weight=fp8(32, 64, scale=0.005),
+               weight_scale=_positive(32)),
+        Sample("K long: every split", x=normal(3, 8192), weight=fp8(32, 8192),
+               weight_scale=_positive(32)),
+    ],
+    errors=[
+        Error(r"weight.*float8_e4m3fn.*bfloat16", x=normal(2, 64), weight=normal(8, 64),
+              weight_scale=_positive(8), dtype=torch.bfloat16),
+        Error(r"weight_scale.*\[8\].*\[7\]", x=normal(2, 64), weight=fp8(8, 64),
+              weight_scale=_positive(7), dtype=torch.bfloat16),
+        Error(r"x_scale.*a tensor.*None", x=fp8(2, 64), weight=fp8(8, 64),
+              weight_scale=_positive(8), dtype=torch.bfloat16),
+    ],
+)  # fmt: skip
+
+CASES = [LINEAR, INT4, FP8]
