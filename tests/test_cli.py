@@ -1,0 +1,112 @@
+"""The ``ridgeline`` command: text on stdout, the rest on stderr, mistakes without a traceback."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ridgeline
+import tiny_model
+from ridgeline import LLM, SamplingParams
+from ridgeline.cli import main
+from tiny_model import one_thread  # noqa: F401
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    tiny_model.save_llama(folder)
+    tiny_model.save_tokenizer(folder)
+    return folder
+
+
+def generate(folder: Path, *arguments: str) -> int:
+    return main(["generate", "--model", str(folder), "--device", "cpu", *arguments])
+
+
+@pytest.fixture(scope="module")
+def expected(folder: Path) -> dict[str, str]:
+    with LLM(folder, device="cpu", num_blocks=8, max_num_seqs=2) as llm:
+        params = SamplingParams(temperature=0, max_tokens=9)
+        outputs = llm.generate(["the fox", "def"], params)
+    return {output.prompt: output.prompt + output.outputs[0].text for output in outputs}
+
+
+@pytest.mark.parametrize("mode", [[], ["--stream"]], ids=["bar", "stream"])
+def test_generate_prints_prompt_and_text(folder: Path, expected, capsys, mode: list[str]):
+    assert generate(folder, "the fox", "def", "--max-tokens", "9", *mode) == 0
+    out, err = capsys.readouterr()
+    assert out == f"{expected['the fox']}\n{expected['def']}\n"
+    assert ("2/2 requests" in err) == (not mode)
+
+
+def test_the_last_line_gives_prefill_and_decode_speed_apart(folder: Path, capsys):
+    assert generate(folder, "the fox", "--max-tokens", "9") == 0
+    last = capsys.readouterr().err.splitlines()[-1]
+    match = re.fullmatch(
+        r"prefill: (\d+) tokens, [\d.]+ tokens/s; decode: (\d+) tokens, [\d.]+ tokens/s", last
+    )
+    assert match is not None and int(match[2]) == 8
+
+
+def test_a_prompt_may_come_from_stdin(folder: Path, expected):
+    command = [sys.executable, "-m", "ridgeline", "generate", "--model", str(folder)]
+    done = subprocess.run(
+        [*command, "--device", "cpu", "--max-tokens", "9", "-"],
+        input="def",
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+    )
+    assert (done.returncode, done.stdout) == (0, expected["def"] + "\n"), done.stderr
+
+
+def test_info_is_what_the_function_says(capsys):
+    assert main(["info"]) == 0
+    assert capsys.readouterr().out == f"{ridgeline.info()}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--max-tokens", "0", "x"], "max_tokens must be at least 1, got 0"),
+        (["--temperature", "-1", "x"], "temperature must be"),
+        (["--temperature", "nan", "x"], "temperature must be"),
+        (["--top-p", "0", "x"], "top_p must be"),
+        (["--quantization", "int3", "x"], "quantization must be one of"),
+        (["--device", "tpu", "x"], "device must be"),
+        ([""], "prompt"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(folder: Path, capsys, arguments, message):
+    assert generate(folder, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].startswith("ridgeline: error: ") and message in err
+    assert "Traceback" not in err
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path, capsys):
+    assert generate(tmp_path / "nowhere", "x") == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["generate"], ["generate", "x"], ["fly"], ["info", "x"]])
+def test_a_wrong_command_line_shows_the_usage(capsys, arguments):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2
+    assert "usage: ridgeline" in capsys.readouterr().err
+
+
+def test_help_names_every_option(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for option in ("--model", "--max-tokens", "--temperature", "--stream", "--quantization"):
+        assert option in text

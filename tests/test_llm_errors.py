@@ -1,0 +1,251 @@
+"""Bad input is refused with names and numbers, and nothing is lost: the next request works."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_model
+from ridgeline import LLM, SamplingParams
+from tiny_model import one_thread  # noqa: F401
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    tiny_model.save_llama(folder)
+    tiny_model.save_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def shared(folder: Path):
+    options = {"device": "cpu", "block_size": 16, "max_num_seqs": 4, "max_model_len": 64}
+    with LLM(folder, **options) as llm:
+        yield llm
+
+
+@pytest.fixture
+def llm(shared: LLM):
+    """Afterwards everything is free and a request still gives what it gave before."""
+    before = shared.generate([3, 4, 5], GREEDY)[0].outputs[0].token_ids
+    yield shared
+    stats = shared.stats()
+    assert (stats.used_blocks, stats.running, stats.waiting, stats.in_flight) == (0, 0, 0, 0)
+    assert not shared._parts.core._requests and not shared._parts.core._sequences
+    assert not shared._parts.runner.sampling._extras
+    assert shared.generate([3, 4, 5], GREEDY)[0].outputs[0].token_ids == before
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([], "prompt"),
+        ("", "prompt"),
+        ([1, tiny_model.VOCAB], rf"{tiny_model.VOCAB}"),
+        ([1, -1], "-1"),
+        (tiny_model.prompt_of(64), "64"),
+        (tiny_model.prompt_of(1000), "1000.*64"),
+    ],
+    ids=["no tokens", "no text", "above the vocabulary", "negative", "no room left", "too long"],
+)
+def test_a_prompt_that_cannot_be_served_is_refused(llm: LLM, prompt: Any, message: str):
+    good = tiny_model.prompt_of(5)
+    with pytest.raises(ValueError, match=message):
+        llm.generate([prompt] if prompt == [] else prompt)
+    with pytest.raises(ValueError, match=f"prompt 1: .*{message}"):
+        llm.generate([good, prompt, good])
+
+
+@pytest.mark.parametrize(
+    "prompts", [None, 5, b"bytes", {"a": 1}, [1, "a"], [[1.5]], [["a"]], [None]]
+)
+def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any):
+    with pytest.raises(TypeError, match="must be"):
+        llm.generate(prompts)
+
+
+def test_a_prompt_larger_than_the_cache_is_refused_with_the_numbers(folder: Path):
+    with LLM(folder, device="cpu", block_size=16, num_blocks=3, max_model_len=128) as llm:
+        with pytest.raises(ValueError, match=r"\b2\b"):
+            llm.generate(tiny_model.prompt_of(60))
+        assert len(llm.generate([1, 2], GREEDY)[0].outputs[0].token_ids) == 12
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ([SamplingParams()], ValueError, "params must be one, or one for each of 2"),
+        ("x", TypeError, "params must be SamplingParams"),
+        ({"n": 1}, TypeError, "params must be SamplingParams"),
+        (SamplingParams(stop_token_ids=[9999]), ValueError, r"stop_token_ids.*384.*\[9999\]"),
+        (SamplingParams(logit_bias={384: 1}), ValueError, r"logit_bias.*384.*\[384\]"),
+        (SamplingParams(n=5), ValueError, "5"),
+    ],
+)
+def test_params_that_do_not_fit_are_refused(llm: LLM, params: Any, error: type, message: str):
+    with pytest.raises(error, match=message):
+        llm.generate([[1], [2]], params)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"dtype": "float64"}, "dtype must be one of 'auto', 'float32'.*got 'float64'"),
+        ({"device": "tpu"}, "device must be"),
+        ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
+        ({"block_size": 24}, "block_size must be one of 16, 32.*got 24"),
+        ({"max_model_len": 513}, r"max_model_len must be at most .*\(512\), got 513"),
+        ({"max_model_len": 0}, "max_model_len must be at least 2, got 0"),
+        ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be in \(0, 1\], got 0"),
+        ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization must be"),
+        ({"num_blocks": 1}, "num_blocks must be at least 2, got 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
+        ({"max_num_batched_tokens": 100}, r"at least max_num_seqs \(256\), got 100"),
+        ({"seed": -1}, "seed must be at least 0, got -1"),
+        ({"quantization": "int3"}, "quantization must be one of None, 'int4', 'fp8', got 'int3'"),
+        ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be one of 'auto', 'fp8', 'int8'"),
+        ({"load_format": "pickle"}, "load_format must be one of"),
+    ],
+)
+def test_an_option_out_of_range_is_refused(folder: Path, option: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, **({"device": "cpu"} | option))
+
+
+@pytest.mark.parametrize(
+    "option", [{"num_blocks": 2.5}, {"max_num_seqs": "4"}, {"seed": None}, {"enforce_eager": 1}]
+)
+def test_an_option_of_the_wrong_type_is_refused(folder: Path, option: dict[str, Any]):
+    with pytest.raises(TypeError, match=f"{next(iter(option))} must be"):
+        LLM(folder, device="cpu", **option)
+
+
+def test_abort_in_the_middle_frees_the_blocks(llm: LLM):
+    stream = llm.stream([tiny_model.prompt_of(20), tiny_model.prompt_of(30)], GREEDY)
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    reasons: dict[int, str | None] = {}
+    for piece in stream:
+        seen[piece.prompt_index] += piece.token_ids
+        reasons[piece.prompt_index] = piece.finish_reason
+        if piece.prompt_index == 0 and len(seen[0]) == 3 and reasons[0] is None:
+            used = llm.stats().used_blocks
+            assert llm.abort(piece.request_id)
+            assert not llm.abort(piece.request_id)
+            assert llm.stats().used_blocks < used
+    assert len(seen[0]) == 3 and len(seen[1]) == 12
+    assert reasons == {0: "abort", 1: "length"}
+
+
+def test_abort_of_what_does_not_run_does_nothing(llm: LLM):
+    (output,) = llm.generate([1, 2], GREEDY)
+    assert not llm.abort(output.request_id)
+    assert not llm.abort("never")
+
+
+def test_abort_of_a_waiting_request(llm: LLM):
+    stream = llm.stream([tiny_model.prompt_of(9, i) for i in range(9)], GREEDY)
+    first = next(stream)
+    assert llm.abort(str(int(first.request_id) + 8))
+    finals = [piece.request for piece in stream if piece.request is not None]
+    reasons = {r.prompt_token_ids[0]: r.outputs[0].finish_reason for r in finals}
+    assert sorted(reasons.values()).count("abort") == 1 and len(finals) == 9
+
+
+def test_leaving_a_stream_aborts_its_requests(llm: LLM):
+    for _ in llm.stream([[1, 2], [3, 4]], GREEDY):
+        break
+    assert llm.stats().running == 0
+
+
+def test_an_exception_in_a_callback_loses_only_that_request(llm: LLM):
+    prompts = [tiny_model.prompt_of(6, i) for i in range(6)]
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+    boom = RuntimeError("boom")
+
+    def callback(piece):
+        if piece.prompt_index == 2 and piece.finish_reason is None:
+            raise boom
+
+    with pytest.warns(RuntimeWarning, match="boom"):
+        outputs = llm.generate(prompts, GREEDY, progress=callback)
+    for i, (output, tokens) in enumerate(zip(outputs, expected)):
+        if i == 2:
+            assert output.error is boom and output.outputs[0].finish_reason == "error"
+            assert output.outputs[0].token_ids == tokens[:1]
+        else:
+            assert output.error is None and output.outputs[0].token_ids == tokens
+
+
+def test_an_interrupt_in_a_callback_ends_the_call_and_not_the_model(llm: LLM):
+    def callback(piece):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 2], [3, 4]], GREEDY, progress=callback)
+
+
+def test_a_callback_may_generate(llm: LLM):
+    inner = []
+
+    def callback(piece):
+        if not inner:
+            inner.append(llm.generate([9, 8], GREEDY)[0].outputs[0].token_ids)
+
+    outer = llm.generate([3, 4, 5], GREEDY, progress=callback)[0].outputs[0].token_ids
+    assert len(outer) == 12
+    assert inner[0] == llm.generate([9, 8], GREEDY)[0].outputs[0].token_ids
+
+
+def test_a_step_that_fails_loses_no_token_of_the_others(llm: LLM, monkeypatch):
+    params = SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3, ignore_eos=True)
+    expected = llm.generate([5, 6, 7], params)[0].outputs[0].token_ids
+    other = llm.stream([5, 6, 7], params)
+    got = [token for _ in range(4) for token in next(other).token_ids]
+    runner = llm._parts.runner
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_sample", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        with pytest.raises(MemoryError, match="full"):
+            llm.generate([1, 2], GREEDY)
+    got += [token for piece in other for token in piece.token_ids]
+    assert got == expected
+
+
+def test_threads_share_the_model(llm: LLM):
+    prompts = [tiny_model.prompt_of(7, i) for i in range(4)]
+    expected = [llm.generate(p, GREEDY)[0].outputs[0].token_ids for p in prompts]
+    results: dict[int, list[int]] = {}
+
+    def work(i: int) -> None:
+        results[i] = llm.generate(prompts[i], GREEDY)[0].outputs[0].token_ids
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [results[i] for i in range(4)] == expected
+
+
+def test_the_cost_of_a_prompt_does_not_grow_with_their_number(folder: Path):
+    """10^5 prompts are queued, two finish, the rest is aborted: no step looks at all of them."""
+    count = 100_000
+    with LLM(folder, device="cpu", max_num_seqs=2, num_blocks=8, max_model_len=32) as llm:
+        start = time.process_time()
+        stream = llm.stream([[1, 2, 3]] * count, SamplingParams(max_tokens=2, ignore_eos=True))
+        done = 0
+        for piece in stream:
+            done += piece.request is not None
+            if done == 2:
+                break
+        stream.close()
+        # Anything quadratic takes minutes; linear work about 2 s.
+        assert time.process_time() - start < 30
+        assert llm.stats().waiting == 0 and llm.stats().used_blocks == 0

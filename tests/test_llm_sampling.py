@@ -1,0 +1,253 @@
+"""Each field of ``SamplingParams`` does what it says; values out of range are refused."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_model
+from ridgeline import LLM, SamplingParams, StreamOutput
+from ridgeline.request import Request
+from tiny_model import one_thread  # noqa: F401
+
+PROMPT = tiny_model.prompt_of(20)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("llama")
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path):
+    tiny_model.save_tokenizer(folder)
+    return tiny_model.save_llama(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path, reference):
+    with LLM(folder, device="cpu", block_size=16, max_num_seqs=4) as llm:
+        yield llm
+
+
+def log_softmax(reference, tokens: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return reference(torch.tensor([tokens])).logits[0].log_softmax(-1)
+
+
+def run(llm: LLM, prompt=PROMPT, **params: Any):
+    (output,) = llm.generate(prompt, SamplingParams(**({"temperature": 0} | params)))
+    return output.outputs[0]
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_logprobs_are_those_of_transformers(llm: LLM, reference, count: int):
+    output = run(llm, temperature=1.0, seed=5, max_tokens=10, ignore_eos=True, logprobs=count)
+    expected = log_softmax(reference, PROMPT + output.token_ids)[len(PROMPT) - 1 : -1]
+    assert len(output.logprobs) == 10
+    for token, entries, row in zip(output.token_ids, output.logprobs, expected):
+        assert next(iter(entries)) == token
+        best = row.topk(count).indices.tolist()
+        assert set(entries) == {token, *best}
+        for key, entry in entries.items():
+            assert entry.logprob == pytest.approx(row[key].item(), abs=1e-3)
+            assert entry.decoded_token == llm._parts.tokenizer.token_text(key)
+    total = sum(entries[t].logprob for t, entries in zip(output.token_ids, output.logprobs))
+    assert output.cumulative_logprob == pytest.approx(total)
+
+
+def test_logprobs_are_those_before_penalties_and_bias(llm: LLM):
+    plain = run(llm, max_tokens=1, logprobs=3)
+    moved = run(llm, max_tokens=1, logprobs=3, logit_bias={7: 100.0}, repetition_penalty=2.0)
+    assert moved.token_ids == [7]
+    for token, entry in plain.logprobs[0].items():
+        assert moved.logprobs[0][token] == entry
+
+
+@pytest.mark.parametrize("budget", [8, 512])  # the prompt in chunks, and in one step
+def test_prompt_logprobs_are_those_of_transformers(folder: Path, reference, budget: int):
+    expected = log_softmax(reference, PROMPT)
+    options = {"device": "cpu", "max_num_seqs": 4, "max_num_batched_tokens": budget}
+    with LLM(folder, **options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, prompt_logprobs=2, logprobs=4)
+        beside = SamplingParams(temperature=0, max_tokens=6)
+        output, _ = llm.generate([PROMPT, PROMPT[:7]], [params, beside])
+        again = llm.generate(PROMPT, params)[0]  # its blocks are cached by now
+    assert output.prompt_logprobs[0] is None and len(output.prompt_logprobs) == len(PROMPT)
+    for position in range(1, len(PROMPT)):
+        row, entries = expected[position - 1], output.prompt_logprobs[position]
+        assert next(iter(entries)) == PROMPT[position]
+        assert set(row.topk(2).indices.tolist()) <= set(entries)
+        for token, entry in entries.items():
+            assert entry.logprob == pytest.approx(row[token].item(), abs=1e-3)
+    assert len(output.outputs[0].logprobs) == 2
+    assert [set(e) for e in again.prompt_logprobs[1:]] == [
+        set(e) for e in output.prompt_logprobs[1:]
+    ]
+
+
+def test_a_request_without_logprobs_gets_none_beside_one_that_has_some(llm: LLM):
+    with_some, without = llm.generate(
+        [PROMPT, PROMPT], [SamplingParams(logprobs=2), SamplingParams()]
+    )
+    assert with_some.outputs[0].logprobs is not None
+    assert without.outputs[0].logprobs is None and without.outputs[0].cumulative_logprob is None
+
+
+def test_a_stop_string_ends_the_text_before_it(llm: LLM):
+    whole = run(llm, max_tokens=30, ignore_eos=True)
+    for length in (1, 3, 6):  # inside a token, and across tokens
+        stop = whole.text[8 : 8 + length]
+        output = run(llm, max_tokens=30, ignore_eos=True, stop=["never there", stop])
+        assert output.text == whole.text[: whole.text.index(stop)]
+        assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+        assert output.token_ids == whole.token_ids[: len(output.token_ids)]
+        assert len(output.token_ids) < 30
+
+
+def test_a_stop_string_is_found_in_a_character_spread_over_tokens(llm: LLM):
+    tokenizer = llm._parts.tokenizer
+    (ids,) = tokenizer.encode(["x𓀀y"])
+    assert len(ids) == 6
+    updates: deque[StreamOutput] = deque()
+    params = SamplingParams(stop="𓀀", max_tokens=6)
+    options = {"prompt_index": 0, "tokenizer": tokenizer, "arrival_time": 0.0}
+    (sequence,) = Request("0", None, [1], params, [0], updates, **options).sequences
+    ended = [sequence.append(token, None, None, 1.0) for token in ids[:5]]
+    assert ended == [False, False, False, False, True]
+    assert [update.text for update in updates] == ["x", "", "", "", ""]
+    final = updates[-1]
+    assert (final.finish_reason, final.stop_reason) == ("stop", "𓀀")
+    assert final.request is not None and final.request.outputs[0].text == "x"
+
+
+def test_stop_tokens_end_the_output_and_have_no_text(llm: LLM):
+    whole = run(llm, max_tokens=12, ignore_eos=True)
+    stop = whole.token_ids[5]
+    at = whole.token_ids.index(stop)
+    output = run(llm, max_tokens=12, ignore_eos=True, stop_token_ids=[stop])
+    assert output.token_ids == whole.token_ids[: at + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+    assert output.text == llm._parts.tokenizer.decode(whole.token_ids[:at])
+
+
+def test_the_end_of_sequence_ends_unless_ignored(llm: LLM):
+    ends = run(llm, max_tokens=5, logit_bias={tiny_model.EOS: 1e4})
+    assert ends.token_ids == [tiny_model.EOS] and ends.text == ""
+    assert (ends.finish_reason, ends.stop_reason) == ("stop", None)
+    goes_on = run(llm, max_tokens=5, logit_bias={tiny_model.EOS: 1e4}, ignore_eos=True)
+    assert goes_on.token_ids == [tiny_model.EOS] * 5 and goes_on.finish_reason == "length"
+
+
+@pytest.mark.parametrize("least", [1, 4])
+def test_nothing_ends_before_min_tokens(llm: LLM, least: int):
+    bias = {tiny_model.EOS: 1e4}
+    output = run(llm, max_tokens=9, min_tokens=least, logit_bias=bias)
+    assert len(output.token_ids) == least + 1 and output.token_ids[-1] == tiny_model.EOS
+    assert tiny_model.EOS not in output.token_ids[:-1]
+    whole = run(llm, max_tokens=9, ignore_eos=True)
+    early = run(llm, max_tokens=9, ignore_eos=True, min_tokens=5, stop=whole.text[:2])
+    assert len(early.token_ids) >= 5
+
+
+def test_special_tokens_are_shown_if_asked_for(llm: LLM):
+    params = {"max_tokens": 2, "logit_bias": {tiny_model.EOS: 1e4}, "ignore_eos": True}
+    assert run(llm, **params).text == ""
+    assert run(llm, **params, skip_special_tokens=False).text == "<|end|>" * 2
+
+
+def test_detokenize_off_gives_tokens_alone(llm: LLM):
+    output = run(llm, max_tokens=4, ignore_eos=True, detokenize=False)
+    assert output.text == "" and len(output.token_ids) == 4
+
+
+def test_max_tokens_none_fills_the_context(folder: Path, reference):
+    with LLM(folder, device="cpu", max_model_len=48, block_size=16, max_num_seqs=2) as llm:
+        output = run(llm, max_tokens=None, ignore_eos=True)
+    assert len(PROMPT) + len(output.token_ids) == 48 and output.finish_reason == "length"
+
+
+def test_penalties_follow_their_definition(llm: LLM, reference):
+    """Greedy with penalties, beside the same rule written over transformers' logits."""
+    params = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.9}
+    output = run(llm, max_tokens=16, ignore_eos=True, **params)
+    tokens: list[int] = []
+    for _ in range(16):
+        with torch.no_grad():
+            logits = reference(torch.tensor([PROMPT + tokens])).logits[0, -1]
+        for token in set(PROMPT + tokens):
+            logits[token] = logits[token] / 1.4 if logits[token] > 0 else logits[token] * 1.4
+        for token in set(tokens):
+            logits[token] -= 0.7 + 0.9 * tokens.count(token)
+        tokens.append(int(logits.argmax()))
+    assert output.token_ids == tokens
+    assert tokens != run(llm, max_tokens=16, ignore_eos=True).token_ids
+
+
+def test_penalties_do_not_reach_the_neighbours(llm: LLM):
+    alone = run(llm, max_tokens=8, ignore_eos=True).token_ids
+    penalised = SamplingParams(
+        temperature=0, max_tokens=8, repetition_penalty=3.0, logit_bias={3: 5.0}
+    )
+    plain = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    beside = llm.generate([PROMPT, PROMPT, PROMPT], [penalised, plain, penalised])
+    assert beside[1].outputs[0].token_ids == alone
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("temperature", -0.1, "temperature must be finite and at least 0, got -0.1"),
+        ("temperature", math.nan, "temperature must be finite and at least 0, got nan"),
+        ("temperature", math.inf, "temperature must be finite"),
+        ("top_p", 0.0, r"top_p must be finite and in \(0, 1\], got 0.0"),
+        ("top_p", 1.01, r"top_p must be .*in \(0, 1\], got 1.01"),
+        ("top_k", -2, "top_k must be at least -1, got -2"),
+        ("min_p", 1.5, r"min_p must be .*in \[0, 1\], got 1.5"),
+        ("n", 0, "n must be at least 1, got 0"),
+        ("max_tokens", 0, "max_tokens must be at least 1, got 0"),
+        ("max_tokens", -3, "max_tokens must be at least 1, got -3"),
+        ("min_tokens", -1, "min_tokens must be at least 0, got -1"),
+        ("min_tokens", 17, r"min_tokens must be at most max_tokens \(16\), got 17"),
+        ("seed", -1, "seed must be from 0 to"),
+        ("logprobs", 21, "logprobs must be from 0 to 20, got 21"),
+        ("prompt_logprobs", -1, "prompt_logprobs must be from 0 to 20, got -1"),
+        ("presence_penalty", 2.5, r"presence_penalty must be .*\[-2, 2\], got 2.5"),
+        ("frequency_penalty", math.nan, "frequency_penalty must be finite"),
+        ("repetition_penalty", 0.0, "repetition_penalty must be .*above 0, got 0.0"),
+        ("stop", "", "stop must not hold an empty string"),
+        ("stop", ["a", ""], "stop must not hold an empty string"),
+        ("stop_token_ids", [-1], "each of stop_token_ids must be at least 0, got -1"),
+        ("logit_bias", {-1: 1.0}, "each token of logit_bias must be at least 0, got -1"),
+        ("logit_bias", {1: math.inf}, r"logit_bias\[1\] must be finite"),
+    ],
+)
+def test_a_value_out_of_range_is_refused(field: str, value: Any, message: str):
+    with pytest.raises(ValueError, match=message):
+        SamplingParams(**{field: value})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", "1"), ("top_k", 1.5), ("n", True), ("max_tokens", "8"), ("stop", 5),
+     ("stop", [b"x"]), ("stop_token_ids", 3), ("logit_bias", [1]), ("ignore_eos", 1),
+     ("detokenize", None)],
+)  # fmt: skip
+def test_a_value_of_the_wrong_type_is_refused(field: str, value: Any):
+    with pytest.raises(TypeError, match=f"{field} must"):
+        SamplingParams(**{field: value})
+
+
+def test_stop_strings_without_text_are_refused():
+    with pytest.raises(ValueError, match="stop needs the text: detokenize must be True"):
+        SamplingParams(stop="x", detokenize=False)
+
+
+def test_params_cannot_be_changed():
+    with pytest.raises(AttributeError):
+        SamplingParams().temperature = 2.0  # type: ignore[misc]

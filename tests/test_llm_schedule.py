@@ -1,0 +1,165 @@
+"""A request's tokens do not depend on how its computation is cut, shared or interrupted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+import tiny_model
+from ridgeline import LLM, SamplingParams
+from ridgeline.models.config import ModelConfig
+from ridgeline.models.linear import DenseLinear
+from ridgeline.models.weights import parameters
+from tiny_model import one_thread  # noqa: F401
+
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=17, max_tokens=20, ignore_eos=True)
+PROMPTS = [tiny_model.prompt_of(length) for length in (1, 16, 17, 60, 33, 5)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama")
+    tiny_model.save_llama(folder)
+    return folder
+
+
+@contextmanager
+def open_llm(folder: Path, **options) -> Iterator[LLM]:
+    with LLM(folder, **({"device": "cpu", "block_size": 16, "max_num_seqs": 8} | options)) as llm:
+        yield llm
+        llm._parts.core.scheduler.check_invariants()
+        assert llm.stats().used_blocks == 0
+
+
+def tokens(llm: LLM, prompts, params) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module", params=[GREEDY, SEEDED], ids=["greedy", "seeded"])
+def params(request: pytest.FixtureRequest) -> SamplingParams:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, params: SamplingParams) -> list[list[int]]:
+    """Each prompt by itself, in one piece, without a prefix cache."""
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        return [tokens(llm, [prompt], params)[0] for prompt in PROMPTS]
+
+
+def test_batched_is_alone(folder: Path, params, alone):
+    with open_llm(folder) as llm:
+        assert tokens(llm, PROMPTS, params) == alone
+
+
+def test_chunked_is_whole(folder: Path, params, alone):
+    with open_llm(folder, max_num_batched_tokens=8) as llm:
+        assert tokens(llm, PROMPTS, params) == alone
+        assert llm.stats().steps > sum(map(len, PROMPTS)) // 8
+
+
+def test_preempted_is_not_preempted(folder: Path, params, alone):
+    # The longest request takes 5 blocks of 16; all six together 18.
+    with open_llm(folder, num_blocks=1 + 8) as llm:
+        assert tokens(llm, PROMPTS, params) == alone
+        assert llm.stats().preemptions > 0
+
+
+def test_a_prefix_hit_is_a_miss(folder: Path, params, alone):
+    with open_llm(folder) as llm:
+        tokens(llm, PROMPTS, params)
+        assert tokens(llm, PROMPTS, params) == alone
+        assert llm.stats().prefix_hit_tokens >= 16 + 48 + 32
+
+
+def test_shared_prefixes_are_computed_once(folder: Path):
+    start = tiny_model.prompt_of(64)
+    prompts = [start + tiny_model.prompt_of(3, i) for i in range(4)]
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        expected = tokens(llm, prompts, GREEDY)
+    with open_llm(folder) as llm:
+        assert tokens(llm, prompts, GREEDY) == expected
+        assert llm.stats().prefix_hit_tokens == 3 * 64
+
+
+def test_n_outputs_are_those_of_n_requests_when_blocks_are_few(folder: Path):
+    params = SamplingParams(n=3, temperature=1.2, seed=5, max_tokens=30, ignore_eos=True)
+    with open_llm(folder) as llm:
+        roomy = llm.generate(PROMPTS, params)
+        assert llm.stats().copies > 0
+    with open_llm(folder, num_blocks=1 + 12) as llm:
+        tight = llm.generate(PROMPTS, params)
+        assert llm.stats().preemptions > 0
+    for a, b in zip(roomy, tight):
+        assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
+
+
+@pytest.mark.parametrize("block_size", [16, 48, 64, 256])
+def test_the_block_size_changes_nothing(folder: Path, params, alone, block_size: int):
+    with open_llm(folder, block_size=block_size) as llm:
+        assert tokens(llm, PROMPTS, params) == alone
+
+
+def test_batch_invariant_gives_the_same_logprobs_to_the_bit(folder: Path):
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
+    with open_llm(folder, batch_invariant=True) as llm:
+        together = llm.generate(PROMPTS, params)
+        for prompt, output in zip(PROMPTS, together):
+            (single,) = llm.generate(prompt, params)
+            assert single.outputs[0].logprobs == output.outputs[0].logprobs
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["fp8", "int8"])
+def test_a_quantised_cache_stays_near(folder: Path, kv_cache_dtype: str):
+    """Log-probabilities move, but little; copies and preemption take the scales along."""
+    prompt = tiny_model.prompt_of(40)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with open_llm(folder) as llm:
+        exact = llm.generate(prompt, params)[0].prompt_logprobs[1:]
+    with open_llm(folder, kv_cache_dtype=kv_cache_dtype) as llm:
+        near = llm.generate(prompt, params)[0].prompt_logprobs[1:]
+        roomy = llm.generate(PROMPTS, SamplingParams(n=2, seed=3, max_tokens=20))
+    moved = [
+        abs(a[token].logprob - b[token].logprob) for token, a, b in zip(prompt[1:], exact, near)
+    ]
+    assert 0 < sum(moved) / len(moved) < 0.5
+    with open_llm(folder, kv_cache_dtype=kv_cache_dtype, num_blocks=1 + 10) as llm:
+        tight = llm.generate(PROMPTS, SamplingParams(n=2, seed=3, max_tokens=20))
+        assert llm.stats().preemptions > 0
+    same = [
+        a.outputs[i].token_ids == b.outputs[i].token_ids
+        for a, b in zip(roomy, tight) for i in range(2)
+    ]  # fmt: skip
+    assert all(same)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+def test_quantised_weights_give_what_their_dequantised_values_give(
+    tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
+):
+    tiny_model.save_llama(tmp_path, hidden_size=128, intermediate_size=256)
+    prompt = tiny_model.prompt_of(30)
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    with open_llm(tmp_path, quantization=quantization) as llm:
+        quantised = llm.generate(prompt, params)[0].prompt_logprobs[1:]
+        layers = llm._parts.runner._model.layers
+        for layer in layers:
+            for name in ("qkv", "output", "gate_up", "down"):
+                linear = getattr(layer, name)
+                if quantization == "int4":
+                    weight = linear.weight.dequantize()
+                else:
+                    weight = linear.weight.float() * linear.scale.view(-1, 1)
+                object.__setattr__(layer, name, DenseLinear(weight.float(), linear.bias))
+        dense = llm.generate(prompt, params)[0].prompt_logprobs[1:]
+    for token, a, b in zip(prompt[1:], quantised, dense):
+        assert a[token].logprob == pytest.approx(b[token].logprob, abs=5e-3)
+
+
+def test_every_parameter_of_the_spec_is_named_once(folder: Path):
+    names = [name for p in parameters(ModelConfig.from_path(folder)) for name, _ in p.parts]
+    assert len(names) == len(set(names))

@@ -1,0 +1,158 @@
+"""The decoder computes what transformers computes; configurations are read or refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+import tiny_model
+from ridgeline.kv_cache import KVCache, KVCacheLayout
+from ridgeline.models.config import ModelConfig
+from ridgeline.models.decoder import Decoder, StepInputs
+from ridgeline.models.loader import LoadOptions, load_decoder
+from ridgeline.models.rope import cos_sin_table, inverse_frequencies
+from tiny_model import one_thread  # noqa: F401
+
+CPU = torch.device("cpu")
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 500000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
+    config = ModelConfig.from_path(folder)
+    return load_decoder(config, folder, LoadOptions(CPU, dtype, max_model_len=256))
+
+
+def logits_of(decoder: Decoder, prompt: list[int], dtype: torch.dtype) -> torch.Tensor:
+    """Logits of every position, in one step over a cache that was full of NaN."""
+    block_size, count = 16, len(prompt)
+    blocks = -(-count // block_size)
+    layout = KVCacheLayout.of(decoder.config, block_size, "auto", dtype)
+    cache = KVCache.allocate(layout, 1 + blocks, CPU)
+    for tensor in cache.k + cache.v:
+        tensor.fill_(float("nan"))
+    positions = torch.arange(count, dtype=torch.int32)
+    inputs = StepInputs(
+        input_ids=torch.tensor(prompt, dtype=torch.int32),
+        positions=positions,
+        slots=positions + block_size,
+        seq_lens=torch.tensor([count], dtype=torch.int32),
+        cu_q=torch.tensor([0, count], dtype=torch.int32),
+        block_tables=torch.arange(1, 1 + blocks, dtype=torch.int32)[None],
+        max_q=count,
+    )
+    return decoder.logits(decoder.hidden_states(inputs, cache))
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param({}, id="grouped queries"),
+        pytest.param({"num_key_value_heads": 4}, id="as many KV heads as query heads"),
+        pytest.param({"num_key_value_heads": 1}, id="one KV head"),
+        pytest.param({"head_dim": 32}, id="heads wider than the model"),
+        pytest.param({"tie_word_embeddings": True}, id="tied embeddings"),
+        pytest.param({"attention_bias": True, "mlp_bias": True}, id="biases"),
+        pytest.param({"rope_parameters": LLAMA3_ROPE}, id="llama3 rope"),
+        pytest.param({"rope_parameters": LINEAR_ROPE}, id="linear rope"),
+        pytest.param({"num_hidden_layers": 1}, id="one layer"),
+    ],
+)
+def test_logits_are_those_of_transformers(tmp_path: Path, overrides: dict[str, Any]):
+    model = tiny_model.save_llama(tmp_path, **overrides)
+    prompt = tiny_model.prompt_of(50)
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0]
+    actual = logits_of(load(tmp_path), prompt, torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(tmp_path: Path):
+    model = tiny_model.save_llama(tmp_path, initializer_range=0.1)
+    prompt = tiny_model.prompt_of(50)
+    with torch.no_grad():
+        exact = model(torch.tensor([prompt])).logits[0]
+        theirs = model.to(torch.bfloat16)(torch.tensor([prompt])).logits[0].float()
+    ours = logits_of(load(tmp_path, torch.bfloat16), prompt, torch.bfloat16).float()
+    assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()
+
+
+@pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE], ids=["llama3", "linear"])
+def test_scaled_frequencies_are_those_of_transformers(tmp_path: Path, parameters: dict[str, Any]):
+    model = tiny_model.save_llama(tmp_path, rope_parameters=parameters, head_dim=128)
+    expected, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](model.config, CPU)
+    config = ModelConfig.from_path(tmp_path)
+    torch.testing.assert_close(inverse_frequencies(config.rope, 128), expected)
+
+
+def test_the_rotary_table_has_cosines_then_sines():
+    config = ModelConfig.from_dict(minimal())
+    table = cos_sin_table(config.rope, 4, 3)
+    assert table.shape == (3, 4)
+    torch.testing.assert_close(table[0], torch.tensor([1.0, 1.0, 0.0, 0.0]))
+    torch.testing.assert_close(table[2, 2], torch.tensor(2.0).sin())
+
+
+def minimal(**changes: Any) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "vocab_size": 100,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+    } | changes
+
+
+def test_defaults_are_those_of_llama():
+    config = ModelConfig.from_dict(minimal())
+    assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 16, 1e-6)
+    assert config.rope.theta == 10000.0
+    assert not (config.tied_embeddings or config.qkv_bias or config.mlp_bias)
+
+
+def test_the_older_keys_of_rope_scaling_mean_the_same():
+    old = minimal(rope_theta=500000.0, rope_scaling={**LLAMA3_ROPE, "rope_theta": 500000.0})
+    assert ModelConfig.from_dict(old).rope == (
+        ModelConfig.from_dict(minimal(rope_parameters=LLAMA3_ROPE)).rope
+    )
+
+
+def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(minimal(eos_token_id=1)))
+    assert ModelConfig.from_path(tmp_path).eos_token_ids == (1,)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [2, 3]}')
+    assert ModelConfig.from_path(tmp_path).eos_token_ids == (2, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "gpt9"}, r"model_type must be one of .*llama.*, got 'gpt9'"),
+        ({"model_type": None}, r"model_type must be one of .*llama.*, got None"),
+        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
+        ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
+        ({"num_key_value_heads": 3}, r"\(4\) must be a multiple of num_key_value_heads \(3\)"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type must be .*, got 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "needs low_freq_factor"),
+        ({"dtype": "int3"}, "dtype must be one of .*, got 'int3'"),
+        ({"eos_token_id": -1}, "eos_token_id must be a token id .*, got -1"),
+    ],
+)
+def test_a_configuration_that_is_not_supported_is_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(minimal(**changes))

@@ -1,0 +1,166 @@
+"""Model folders that are incomplete, broken or not safe are refused, naming all that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tiny_model
+from ridgeline import LLM, SamplingParams
+from tiny_model import one_thread  # noqa: F401
+
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tiny_model.save_llama(tmp_path / "model")
+    tiny_model.save_tokenizer(tmp_path / "model")
+    return tmp_path / "model"
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    tiny_model.save_llama(tmp_path / "model", max_shard_size="100KB")
+    assert (tmp_path / "model" / INDEX).exists()
+    return tmp_path / "model"
+
+
+def open_llm(folder: Path, **options) -> LLM:
+    return LLM(folder, device="cpu", num_blocks=4, max_num_seqs=2, **options)
+
+
+def test_shards_load_as_one_file_does(folder: Path, sharded: Path):
+    prompt, params = tiny_model.prompt_of(9), SamplingParams(temperature=0, max_tokens=5)
+    with open_llm(sharded) as llm:
+        (from_shards,) = llm.generate(prompt, params)
+    model = tiny_model.save_llama(folder)
+    assert from_shards.outputs[0].token_ids == tiny_model.greedy(model, prompt, 5)
+
+
+def test_progress_counts_every_tensor(folder: Path):
+    seen: list[tuple[int, int]] = []
+    open_llm(folder, progress=lambda done, total: seen.append((done, total))).close()
+    total = seen[0][1]
+    assert seen == [(i + 1, total) for i in range(total)]
+
+
+def test_missing_files_are_named(tmp_path: Path, folder: Path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        open_llm(tmp_path / "nowhere")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        open_llm(folder)
+    (folder / "config.json").unlink()
+    with pytest.raises(FileNotFoundError, match="config.json does not exist"):
+        open_llm(folder)
+
+
+def test_without_a_tokenizer_only_text_is_refused(folder: Path):
+    (folder / "tokenizer.json").unlink()
+    with open_llm(folder) as llm:
+        (output,) = llm.generate([5, 6, 7], SamplingParams(max_tokens=2))
+        assert len(output.outputs[0].token_ids) == 2 and output.outputs[0].text == ""
+        with pytest.raises(ValueError, match=r"no tokenizer: .*tokenizer.json does not exist"):
+            llm.generate("text")
+        with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+            llm.generate([5], SamplingParams(stop="x"))
+
+
+def test_a_config_that_is_no_json_is_named(folder: Path):
+    (folder / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"config\.json is not valid JSON"):
+        open_llm(folder)
+
+
+def test_an_unknown_architecture_lists_the_supported_ones(folder: Path):
+    tiny_model.edit_json(folder / "config.json", model_type="mystery")
+    with pytest.raises(ValueError, match=r"config\.json: .*\(llama.*\), got 'mystery'"):
+        open_llm(folder)
+
+
+def test_all_tensors_that_do_not_fit_are_listed_together(folder: Path):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.norm.weight"], tensors["model.layers.1.self_attn.k_proj.weight"]
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.zeros(7, 5)
+    tensors["lm_head.weight"] = torch.zeros(3)
+    tensors["model.layers.0.extra"] = torch.zeros(1)
+    save_file(tensors, path)
+    with pytest.raises(ValueError) as caught:
+        open_llm(folder)
+    for line in (
+        "missing: model.norm.weight [64]",
+        "missing: model.layers.1.self_attn.k_proj.weight [32, 64]",
+        "wrong shape: model.layers.0.mlp.up_proj.weight: expected [160, 64], got [7, 5]",
+        "wrong shape: lm_head.weight: expected [384, 64], got [3]",
+        "not part of the architecture: model.layers.0.extra",
+    ):
+        assert line in str(caught.value)
+
+
+@pytest.mark.parametrize("size", [0, 4, 100, -8])
+def test_a_truncated_file_is_named(folder: Path, size: int):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated or not"):
+        open_llm(folder)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "model.ckpt"])
+def test_pickle_files_are_refused(folder: Path, name: str):
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(ValueError, match=rf"pickle files \({name}\).*refused"):
+        open_llm(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../model.safetensors", "/etc/model.safetensors", "a/../../b.safetensors",
+     "C:\\model.safetensors", "..\\model.safetensors", "\\\\host\\model.safetensors"],
+)  # fmt: skip
+def test_an_index_may_not_leave_its_folder(sharded: Path, name: str):
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"]["model.norm.weight"] = name
+    (sharded / INDEX).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="names a file outside its folder"):
+        open_llm(sharded)
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ("[", "is not a safetensors index"),
+        ("{}", "is not a safetensors index"),
+        ('{"weight_map": {"a": "model.bin"}}', "not safetensors: 'model.bin'"),
+        ('{"weight_map": {"a": 5}}', "is not a safetensors index"),
+    ],
+)
+def test_a_broken_index_is_named(sharded: Path, contents: str, message: str):
+    (sharded / INDEX).write_text(contents)
+    with pytest.raises(ValueError, match=message):
+        open_llm(sharded)
+
+
+def test_missing_shards_are_all_named(sharded: Path):
+    shards = sorted(sharded.glob("model-*.safetensors"))
+    for path in shards[:2]:
+        path.unlink()
+    with pytest.raises(FileNotFoundError, match=f"{shards[0].name}, {shards[1].name}"):
+        open_llm(sharded)
+
+
+def test_random_weights_need_a_shape_only(folder: Path):
+    config = json.loads((folder / "config.json").read_text())
+    with LLM.from_config(config, device="cpu", num_blocks=4, max_num_seqs=2) as llm:
+        first = llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=4))
+    (folder / "model.safetensors").unlink()
+    with open_llm(folder, load_format="random") as llm:
+        again = llm.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=4))
+    assert first[0].outputs[0].token_ids == again[0].outputs[0].token_ids
+    with pytest.raises(ValueError, match='load_format must be "random"'):
+        LLM.from_config(config, load_format="auto")

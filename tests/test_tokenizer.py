@@ -1,0 +1,148 @@
+"""Text comes back piece by piece as it would in one piece, and each piece is final."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import tiny_model
+from ridgeline.tokenizer import Detokenizer, StopStrings, Tokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_model.save_tokenizer(folder)
+    return Tokenizer(folder / "tokenizer.json")
+
+
+def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer)
+    return [detokenizer.push(token) for token in ids] + [detokenizer.finish()]
+
+
+@given(text=st.text(max_size=40))
+@example("🙂🙂")  # one character spread over four tokens, twice
+@example("a 日本語 b")
+@example(REPLACEMENT + "a")  # a real replacement character is not an unfinished one
+def test_pieces_of_a_text_join_to_it_and_never_split_a_character(tokenizer, text):
+    (ids,) = tokenizer.encode([text])
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == text
+    if REPLACEMENT not in text:
+        assert not any(REPLACEMENT in piece for piece in pieces)
+
+
+@given(ids=st.lists(st.integers(0, tiny_model.VOCAB - 1), max_size=60))
+def test_pieces_of_any_tokens_join_to_their_decoding(tokenizer, ids):
+    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_a_character_comes_with_its_last_byte(tokenizer):
+    (ids,) = tokenizer.encode(["𓀀"])  # not in the training text: four single bytes
+    assert len(ids) == 4
+    assert pieces_of(tokenizer, ids) == ["", "", "", "𓀀", ""]
+
+
+def test_an_unfinished_character_comes_at_the_end(tokenizer):
+    (ids,) = tokenizer.encode(["a𓀀"])
+    assert pieces_of(tokenizer, ids[:-1])[-1] == REPLACEMENT
+
+
+@pytest.mark.parametrize(
+    "piece", ["word ", "𓀀", pytest.param(None, id="bytes that are no character")]
+)
+def test_each_token_costs_a_bounded_decode(tokenizer, piece):
+    (ids,) = tokenizer.encode(["𓀀" if piece is None else piece])
+    ids = ids[1:2] * 400 if piece is None else ids * (400 // len(ids))
+
+    class Counting:
+        longest = 0
+
+        def decode(self, ids, *, skip_special_tokens=True):
+            self.longest = max(self.longest, len(ids))
+            return tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    counting = Counting()
+    detokenizer = Detokenizer(counting)
+    text = "".join([detokenizer.push(token) for token in ids] + [detokenizer.finish()])
+    assert text == tokenizer.decode(ids)
+    assert counting.longest <= 24
+
+
+def test_special_tokens_are_left_out_unless_kept(tokenizer):
+    (ids,) = tokenizer.encode(["the fox"])
+    ids = [ids[0], tiny_model.EOS, *ids[1:]]
+    kept = Detokenizer(tokenizer, skip_special_tokens=False)
+    assert "".join(pieces_of(tokenizer, ids)) == "the fox"
+    assert "<|end|>" in "".join([kept.push(t) for t in ids])
+
+
+@given(
+    text=st.text(alphabet="ab日", max_size=30),
+    strings=st.lists(st.text(alphabet="ab日", min_size=1, max_size=4), max_size=3),
+    cuts=st.lists(st.integers(0, 30), max_size=8),
+)
+@example("aab", ["ab"], [1, 2])  # a false start just before the real one
+@example("abab", ["bab", "ab"], [3])  # two strings share their end: the one that starts first
+def test_stop_strings_are_found_across_any_cuts(text, strings, cuts):
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    stops = StopStrings(strings)
+    shown, found = "", None
+    for start, end in zip(places, places[1:]):
+        new, found = stops.push(text[start:end])
+        shown += new
+        if found is not None:
+            break
+    else:
+        shown += stops.finish()
+    # Text after a cut is not there yet, so the first piece that holds a whole string decides.
+    ends = [text.find(s) + len(s) for s in strings if s in text]
+    if not ends:
+        assert (shown, found) == (text, None)
+        return
+    seen = text[: min(place for place in places if place >= min(ends))]
+    first = min(seen.find(s) for s in strings if s in seen)
+    assert shown == seen[:first]
+    assert found is not None and seen.startswith(found, first)
+
+
+def test_text_is_kept_back_only_while_it_can_start_a_stop_string():
+    stops = StopStrings(["END"])
+    assert stops.push("xE") == ("x", None)
+    assert stops.push("x") == ("Ex", None)
+    assert stops.push("EN") == ("", None)
+    assert stops.push("D and more") == ("", "END")
+
+
+def test_inactive_stop_strings_let_text_pass():
+    stops = StopStrings(["ab"])
+    assert stops.push("ab", active=False) == ("ab", None)
+    assert stops.push("a") == ("", None)
+    assert stops.finish() == "a"
+
+
+def test_many_texts_are_encoded_in_order(tokenizer):
+    texts = [f"fox {i}" for i in range(2500)]  # more than two chunks
+    assert [tokenizer.decode(ids) for ids in tokenizer.encode(texts)] == texts
+
+
+@pytest.mark.parametrize(
+    ("contents", "error", "message"),
+    [
+        (None, FileNotFoundError, "tokenizer.json does not exist"),
+        ("{", ValueError, "not a tokenizer.json"),
+        ("{}", ValueError, "not a tokenizer.json"),
+    ],
+)
+def test_a_missing_or_broken_file_is_named(tmp_path: Path, contents, error, message):
+    path = tmp_path / "tokenizer.json"
+    if contents is not None:
+        path.write_text(contents)
+    with pytest.raises(error, match=message):
+        Tokenizer(path)
