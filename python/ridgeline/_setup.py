@@ -125,7 +125,6 @@ def build(
     dtype = _dtype(options.dtype, config, device)
     max_model_len = _max_model_len(options, config)
     tokenizer, no_tokenizer = _tokenizer(folder)
-    trace = None if options.trace is None else options.trace.open("w", encoding="utf-8")
     load = LoadOptions(
         device=device,
         dtype=dtype,
@@ -151,6 +150,7 @@ def build(
         seed=options.seed,
         decision_log_size=1 << 16,
     )
+    trace = None if options.trace is None else options.trace.open("w", encoding="utf-8")
     core = Core(
         scheduler,
         runner,

@@ -288,13 +288,15 @@ def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def _params_list(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:
-    each = [params or SamplingParams()] * count if not isinstance(params, Sequence) else params
-    if len(each) != count:
-        raise ValueError(f"params must be one, or one for each of {count} prompts: got {len(each)}")
+    if params is None:
+        params = SamplingParams()
+    each = list(params) if isinstance(params, (list, tuple)) else [params] * count
     for one in each:
         if not isinstance(one, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, got {one!r}")
-    return list(each)
+            raise TypeError(f"params must be SamplingParams, or a list of them, got {one!r}")
+    if len(each) != count:
+        raise ValueError(f"params must be one, or one for each of {count} prompts: got {len(each)}")
+    return each
 
 
 def _tokenize(items: list[Prompt], parts: Parts) -> list[list[int]]:

@@ -143,6 +143,8 @@ def _shards(folder: Path, index: Path) -> list[Path]:
         names = sorted(set(weight_map.values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not a safetensors index: {error!r}") from error
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{index} is not a safetensors index: file names must be text: {names}")
     for name in names:
         # Judged by both systems' rules, so that a file is refused everywhere or nowhere.
         for path in (PurePosixPath(name), PureWindowsPath(name)):
