@@ -2,6 +2,7 @@
 
 #include "bindings/gemm.h"
 #include "bindings/norm.h"
+#include "bindings/sampling.h"
 #include "bindings/kv_cache.h"
 #include "bindings/quantize.h"
 #include "bindings/reduction.h"
@@ -22,6 +23,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CPU, m) {
   ridgeline::cpu::set_parallel_for(&parallel_for_of_torch);
   register_gemm<Cpu>(m);
   register_norm<Cpu>(m);
+  register_sampling<Cpu>(m);
   register_kv_cache<Cpu>(m);
   register_quantize<Cpu>(m);
   register_reduction<Cpu>(m);

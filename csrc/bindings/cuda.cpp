@@ -2,6 +2,7 @@
 
 #include "bindings/cuda_backend.h"
 #include "bindings/norm.h"
+#include "bindings/sampling.h"
 #include "bindings/kv_cache.h"
 #include "bindings/quantize.h"
 #include "bindings/reduction.h"
@@ -39,6 +40,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CUDA, m) {
   // loader says why when a CUDA tensor arrives.
   if (core_build_id() != ridgeline::kBuildId) return;
   register_norm<Cuda>(m);
+  register_sampling<Cuda>(m);
   register_kv_cache<Cuda>(m);
   register_quantize<Cuda>(m);
   register_reduction<Cuda>(m);

@@ -55,6 +55,12 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? x_scale, "
       "str out_dtype, str activation, Tensor? residual, Tensor? norm_weight, float norm_eps, "
       "bool batch_invariant, bool weights_ready) -> Tensor");
+
+  m.def(
+      "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+      "Tensor seeds, Tensor positions, Tensor? penalties, Tensor? token_counts, Tensor? bias, "
+      "Tensor? mask) -> Tensor");
+  m.def("top_logprobs(Tensor logits, Tensor tokens, int count) -> (Tensor, Tensor)");
 }
 
 namespace {

@@ -11,6 +11,7 @@ from ridgeline.ops.reduction import row_reduce, softmax
 from ridgeline.ops.quantize import quantize_fp8
 from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
 from ridgeline.ops.kv_cache import copy_blocks, rope, rope_write_kv, write_kv
+from ridgeline.ops.sampling import sample, top_logprobs
 
 __all__ = [
     "Int4Weight",
@@ -29,7 +30,9 @@ __all__ = [
     "rope",
     "rope_write_kv",
     "row_reduce",
+    "sample",
     "silu_mul",
     "softmax",
+    "top_logprobs",
     "write_kv",
 ]
