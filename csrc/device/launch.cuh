@@ -36,6 +36,8 @@ void launch_chained(dim3 grid, dim3 block, std::size_t shared, Stream stream, co
   config.stream = stream;
   config.attrs = &chained;
   config.numAttrs = chains ? 1 : 0;
+  if (shared > 48 * 1024)  // more than a kernel may take unasked, on each device anew
+    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), name);
   cuda_check(cudaLaunchKernelEx(&config, kKernel, params), name);
 }
 
@@ -47,6 +49,16 @@ void dispatch_float(DType dtype, Fn&& fn) {
     case DType::kFloat16: return fn(Type<__half>{});
     case DType::kBFloat16: return fn(Type<__nv_bfloat16>{});
     default: check(false, "dtype must be float32, float16 or bfloat16, got ", name_of(dtype));
+  }
+}
+
+/// The same of the two 16-bit types.
+template <class Fn>
+void dispatch_half(DType dtype, Fn&& fn) {
+  switch (dtype) {
+    case DType::kFloat16: return fn(Type<__half>{});
+    case DType::kBFloat16: return fn(Type<__nv_bfloat16>{});
+    default: check(false, "dtype must be float16 or bfloat16, got ", name_of(dtype));
   }
 }
 

@@ -1,6 +1,4 @@
 #pragma once
-#include <algorithm>
-
 #include "common/math.h"
 #include "kernels/attention.h"
 
@@ -14,6 +12,14 @@ constexpr int kFewQueries = 16;  // at most so many queries, and ...
 constexpr int kFewRows = 64;     // ... rows (queries x group) are cut along the keys
 constexpr int kMaxSplits = 64;
 
+/// By value: std::clamp's references put a kernel's integers into local memory.
+constexpr std::int64_t clamped(std::int64_t value, std::int64_t low, std::int64_t high) {
+  return value < low ? low : value > high ? high : value;
+}
+
+constexpr std::int32_t lesser(std::int32_t a, std::int32_t b) { return a < b ? a : b; }
+constexpr std::int32_t greater(std::int32_t a, std::int32_t b) { return a > b ? a : b; }
+
 /// The runs of one sequence.
 struct Sequence {
   std::int64_t q_begin, k_begin;  // first row of a packed q and k; 0 otherwise
@@ -25,17 +31,17 @@ struct Sequence {
 constexpr Sequence sequence_of(const AttentionParams& p, std::int32_t b) {
   Sequence s{.q_begin = 0, .k_begin = 0, .q_len = p.max_q, .k_len = p.max_k, .k_start = 0};
   if (p.cu_q != nullptr) {
-    s.q_begin = std::clamp<std::int64_t>(p.cu_q[b], 0, p.total_q);
-    const std::int64_t end = std::clamp<std::int64_t>(p.cu_q[b + 1], s.q_begin, p.total_q);
-    s.q_len = static_cast<std::int32_t>(std::min<std::int64_t>(end - s.q_begin, p.max_q));
+    s.q_begin = clamped(p.cu_q[b], 0, p.total_q);
+    const std::int64_t end = clamped(p.cu_q[b + 1], s.q_begin, p.total_q);
+    s.q_len = static_cast<std::int32_t>(clamped(end - s.q_begin, 0, p.max_q));
   }
   if (p.cu_k != nullptr) {
-    s.k_begin = std::clamp<std::int64_t>(p.cu_k[b], 0, p.total_k);
-    const std::int64_t end = std::clamp<std::int64_t>(p.cu_k[b + 1], s.k_begin, p.total_k);
-    s.k_len = static_cast<std::int32_t>(std::min<std::int64_t>(end - s.k_begin, p.max_k));
+    s.k_begin = clamped(p.cu_k[b], 0, p.total_k);
+    const std::int64_t end = clamped(p.cu_k[b + 1], s.k_begin, p.total_k);
+    s.k_len = static_cast<std::int32_t>(clamped(end - s.k_begin, 0, p.max_k));
   }
-  if (p.seq_lens != nullptr) s.k_len = std::clamp(p.seq_lens[b], 0, p.max_k);
-  if (p.k_start != nullptr) s.k_start = std::clamp(p.k_start[b], 0, s.k_len);
+  if (p.seq_lens != nullptr) s.k_len = static_cast<std::int32_t>(clamped(p.seq_lens[b], 0, p.max_k));
+  if (p.k_start != nullptr) s.k_start = static_cast<std::int32_t>(clamped(p.k_start[b], 0, s.k_len));
   return s;
 }
 
@@ -48,8 +54,8 @@ struct KeyRange {
 constexpr KeyRange visible_keys(const AttentionParams& p, const Sequence& s, std::int32_t i) {
   const std::int32_t position = s.k_len - s.q_len + i;
   KeyRange range{.begin = s.k_start, .end = s.k_len};
-  if (p.window > 0) range.begin = std::max(range.begin, position - p.window + 1);
-  if (p.causal) range.end = std::max(position + 1, 0);
+  if (p.window > 0) range.begin = greater(range.begin, position - p.window + 1);
+  if (p.causal) range.end = greater(position + 1, 0);
   return range;
 }
 
@@ -62,7 +68,7 @@ constexpr bool is_split(std::int32_t q_len, std::int32_t group) {
 /// 8 rows stays a few per cent of it; doubled where a sequence would need more than kMaxSplits.
 constexpr std::int32_t split_keys(std::int32_t head_dim, std::int32_t kv_bytes,
                                   std::int32_t k_len) {
-  std::int32_t keys = 65536 / (std::max(round_up(head_dim, 64), 64) * kv_bytes);
+  std::int32_t keys = 65536 / (greater(round_up(head_dim, 64), 64) * kv_bytes);
   keys = keys / kKeyTile * kKeyTile;
   while (ceil_div(k_len, keys) > kMaxSplits) keys *= 2;
   return keys;
@@ -70,19 +76,19 @@ constexpr std::int32_t split_keys(std::int32_t head_dim, std::int32_t kv_bytes,
 
 constexpr std::int32_t split_count(std::int32_t head_dim, std::int32_t kv_bytes,
                                    std::int32_t k_len) {
-  return std::max(ceil_div(k_len, split_keys(head_dim, kv_bytes, k_len)), 1);
+  return greater(ceil_div(k_len, split_keys(head_dim, kv_bytes, k_len)), 1);
 }
 
 /// No sequence of at most max_k keys has more splits.
 constexpr std::int32_t max_split_count(std::int32_t head_dim, std::int32_t kv_bytes,
                                        std::int32_t max_k) {
-  return std::clamp(ceil_div(max_k, split_keys(head_dim, kv_bytes, 0)), 1, kMaxSplits);
+  return lesser(greater(ceil_div(max_k, split_keys(head_dim, kv_bytes, 0)), 1), kMaxSplits);
 }
 
 /// The most rows of one KV head that a sequence of few queries has.
 constexpr std::int32_t max_split_rows(std::int32_t max_q, std::int32_t group) {
   std::int32_t rows = 0;
-  for (std::int32_t q = 1; q <= std::min(max_q, kFewQueries); ++q)
+  for (std::int32_t q = 1; q <= lesser(max_q, kFewQueries); ++q)
     if (is_split(q, group)) rows = q * group;
   return rows;
 }

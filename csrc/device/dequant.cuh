@@ -1,0 +1,108 @@
+#pragma once
+#include <cstdint>
+#include <type_traits>
+
+#include "common/types.h"
+#include "device/ptx/convert.cuh"
+#include "device/vec.cuh"
+
+namespace ridgeline::device {
+
+/// Eight e4m3 or int8 values times a scale, each rounded once to T.
+template <class T>
+__device__ __forceinline__ Vec<T> dequantise8(uint2 raw, DType dtype, float scale) {
+  Vec<T> out;
+  const std::uint32_t words[2] = {raw.x, raw.y};
+#pragma unroll
+  for (int w = 0; w < 2; ++w) {
+    float values[4];
+    if (dtype == DType::kFloat8E4M3) {
+#pragma unroll
+      for (int pair = 0; pair < 2; ++pair) {
+        const float2 two = __half22float2(ptx::e4m3x2_to_half2(static_cast<std::uint16_t>(words[w] >> (16 * pair))));
+        values[2 * pair] = two.x;
+        values[2 * pair + 1] = two.y;
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[i] = static_cast<float>(static_cast<std::int8_t>(words[w] >> (8 * i)));
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) out.data[4 * w + i] = from_float<T>(values[i] * scale);
+  }
+  return out;
+}
+
+/// One such value as float.
+__device__ __forceinline__ float dequantise(std::uint8_t raw, DType dtype, float scale) {
+  if (dtype == DType::kInt8) return static_cast<float>(static_cast<std::int8_t>(raw)) * scale;
+  return __low2float(ptx::e4m3x2_to_half2(raw)) * scale;
+}
+
+// ---- Weights, as operands of mma ----------------------------------------------------------------------------
+
+/// Two 16-bit floats in a register, as arithmetic and as an operand of mma.
+template <class T> using Pair = typename PairOf<T>::type;
+
+template <class T>
+__device__ __forceinline__ Pair<T> as_pair(std::uint32_t bits) {
+  return *reinterpret_cast<Pair<T>*>(&bits);
+}
+
+template <class P>
+__device__ __forceinline__ std::uint32_t as_bits(P pair) {
+  return *reinterpret_cast<std::uint32_t*>(&pair);
+}
+
+/// The bits of a 16-bit float whose last mantissa bit is worth one: or-ing a small integer in adds
+/// it. 1024 in float16, 128 in bfloat16.
+template <class T> constexpr std::uint32_t kIntegerBase = 0;
+template <> constexpr std::uint32_t kIntegerBase<__half> = 0x6400;
+template <> constexpr std::uint32_t kIntegerBase<__nv_bfloat16> = 0x4300;
+
+/// base + zero in both halves: what expand_int4 subtracts.
+template <class T>
+__device__ __forceinline__ Pair<T> int4_zero(std::uint32_t zero) {
+  return as_pair<T>((kIntegerBase<T> | zero) * 0x10001u);
+}
+
+/// Nibbles i and i + 4 of `word` as (q - zero) * scale: exact difference, one rounding.
+template <class T>
+__device__ __forceinline__ std::uint32_t expand_int4(std::uint32_t word, int i, Pair<T> zero,
+                                                     Pair<T> scale) {
+  const std::uint32_t biased = ((word >> (4 * i)) & 0x000f000fu) | kIntegerBase<T> * 0x10001u;
+  return as_bits(__hmul2(__hsub2(as_pair<T>(biased), zero), scale));
+}
+
+/// Four e4m3 values as two pairs of T, exactly: exponent and mantissa move to their place in T, and
+/// a power of two corrects the bias (subnormals too). NaN (0x7f, 0xff) is rare: a branch.
+template <class T>
+__device__ __forceinline__ void expand_e4m3(std::uint32_t word, std::uint32_t (&out)[2]) {
+  constexpr bool kIsHalf = std::is_same_v<T, __half>;
+  constexpr int kShift = kIsHalf ? 1 : 4;
+  constexpr std::uint32_t kPower = kIsHalf ? 0x5c005c00u : 0x7b807b80u;  // 2^8, 2^120
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const std::uint32_t high_bytes = __byte_perm(word, 0, i == 0 ? 0x1404 : 0x3424);
+    const std::uint32_t magnitude = high_bytes & 0x7f007f00u;
+    const std::uint32_t bits = (high_bytes & 0x80008000u) | (magnitude >> kShift);
+    out[i] = as_bits(__hmul2(as_pair<T>(bits), as_pair<T>(kPower)));
+  }
+  if (((word & 0x7f7f7f7fu) + 0x01010101u) & 0x80808080u) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (((word >> (8 * i)) & 0x7fu) == 0x7fu) out[i / 2] |= 0x7fffu << (16 * (i % 2));
+  }
+}
+
+/// A pair times a float32 factor, rounded once.
+template <class T>
+__device__ __forceinline__ std::uint32_t scale_pair(std::uint32_t bits, float factor) {
+  const Pair<T> pair = as_pair<T>(bits);
+  Pair<T> out;
+  out.x = static_cast<T>(static_cast<float>(pair.x) * factor);
+  out.y = static_cast<T>(static_cast<float>(pair.y) * factor);
+  return as_bits(out);
+}
+
+}  // namespace ridgeline::device

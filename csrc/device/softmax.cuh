@@ -1,0 +1,80 @@
+#pragma once
+#include "device/ptx/math.cuh"
+#include "device/reduce.cuh"
+
+/// Softmax taken piece by piece. Scores are in units of log2 (multiplied by log2 e), so that each
+/// weight is one exp2. A row that has seen nothing has largest -inf and sum 0, and adding pieces
+/// that are all -inf changes no bit of it.
+namespace ridgeline::device {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr int kQuad = 4;  // lanes that share a row of the accumulator
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr float kMinusInfinity = -__builtin_huge_valf();
+
+/// What exponents are taken relative to: never -inf, so that -inf minus it is -inf and not NaN.
+__device__ __forceinline__ float exponent_base(float largest) { return largest == kMinusInfinity ? 0.0f : largest; }
+
+/// softcap * tanh(score / softcap), to a few units of 1e-7 of the cap.
+__device__ __forceinline__ float capped(float score, float softcap) {
+  const float e = ptx::exp2_approx(2.0f * kLog2E * score / softcap);
+  return softcap * (1.0f - 2.0f / (e + 1.0f));
+}
+
+/// Two rows of scores spread over a quad as the m16n8 accumulator has them: [..][0..1] belong to the
+/// first row, [..][2..3] to the second.
+struct OnlineSoftmax {
+  float largest[2] = {kMinusInfinity, kMinusInfinity};
+  float sum[2] = {0.0f, 0.0f};  // of this thread's columns alone
+
+  /// Scores become weights relative to the largest so far. keep[] is what every earlier sum is to be
+  /// multiplied with.
+  template <int kTiles>
+  __device__ __forceinline__ void step(float (&scores)[kTiles][4], float (&keep)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float piece = largest[r];
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i) piece = fmaxf(piece, fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
+      piece = warp_reduce<MaxOrNaN, kQuad>(piece);
+      const float base = exponent_base(piece);
+      keep[r] = ptx::exp2_approx(largest[r] - base);
+      largest[r] = piece;
+      float total = 0.0f;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+        for (int c = 2 * r; c < 2 * r + 2; ++c) {
+          scores[i][c] = ptx::exp2_approx(scores[i][c] - base);
+          total += scores[i][c];
+        }
+      sum[r] = sum[r] * keep[r] + total;
+    }
+  }
+
+  /// Joins the quad's sums.
+  __device__ __forceinline__ void join_quad() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] = warp_reduce<Sum, kQuad>(sum[r]);
+  }
+};
+
+/// The end of a row: out = factor * gathered values; lse in natural units.
+struct RowEnd {
+  float factor;
+  float lse;
+};
+
+/// `sink` is a score (in log2 units) that joins the sum without a value; -inf: none.
+__device__ __forceinline__ RowEnd end_of_row(float largest, float sum, float sink) {
+  const float base = exponent_base(fmaxf(largest, sink));
+  const float keep = exp2f(largest - base);
+  const float total = sum * keep + exp2f(sink - base);
+  if (total == 0.0f) return {0.0f, kMinusInfinity};
+  return {keep / total, kLn2 * (base + log2f(total))};
+}
+
+/// The weight of a part with lse `part` (log2 units) beside the whole's base; 0 for an empty part.
+__device__ __forceinline__ float part_weight(float part, float base) { return exp2f(part - base); }
+
+}  // namespace ridgeline::device

@@ -1,0 +1,18 @@
+#pragma once
+#include "kernels/attention.h"
+
+/// The kernels behind attention(). A sequence belongs to exactly one of split and prefill, by its
+/// own number of queries (attention_config::is_split), so both may be launched for one batch.
+namespace ridgeline::attention_launch {
+
+/// Sequences of few queries, keys cut into splits; a second kernel joins them. Also clears the rows
+/// of no sequence. fp16 and bf16.
+void split(const AttentionParams& params, Stream stream);
+
+/// Sequences of many queries. fp16 and bf16.
+void prefill(const AttentionParams& params, Stream stream);
+
+/// All sequences, on the CUDA cores in fp32.
+void plain(const AttentionParams& params, Stream stream);
+
+}  // namespace ridgeline::attention_launch
