@@ -218,6 +218,18 @@ def test_a_step_that_fails_loses_no_token_of_the_others(llm: LLM, monkeypatch):
     assert got == expected
 
 
+def test_a_step_that_fails_loses_no_prompt_position(llm: LLM, monkeypatch):
+    prompt = tiny_model.prompt_of(20)
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0)
+    stream = llm.stream(prompt, params)
+    with monkeypatch.context() as patch:
+        patch.setattr(llm._parts.runner, "_sample", lambda *_: (_ for _ in ()).throw(MemoryError))
+        with pytest.raises(MemoryError):
+            llm.generate([1, 2], GREEDY)
+    (final,) = [piece.request for piece in stream if piece.request is not None]
+    assert [next(iter(entry)) for entry in final.prompt_logprobs[1:]] == prompt[1:]
+
+
 def test_threads_share_the_model(llm: LLM):
     prompts = [tiny_model.prompt_of(7, i) for i in range(4)]
     expected = [llm.generate(p, GREEDY)[0].outputs[0].token_ids for p in prompts]

@@ -86,6 +86,58 @@ def test_shared_prefixes_are_computed_once(folder: Path):
         assert llm.stats().prefix_hit_tokens == 3 * 64
 
 
+@contextmanager
+def open_ahead(folder: Path, **options) -> Iterator[LLM]:
+    """Scheduled one step ahead, as on a GPU: a step's tokens are unknown when the next is cut."""
+    with open_llm(folder, **options) as llm:
+        llm._parts.runner.asynchronous = True
+        yield llm
+        assert llm.stats().in_flight == 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_num_batched_tokens": 8}, {"num_blocks": 1 + 8}],
+    ids=["whole", "chunked", "preempted"],
+)
+def test_one_step_ahead_is_step_by_step(folder: Path, params, alone, options):
+    with open_ahead(folder, **options) as llm:
+        assert tokens(llm, PROMPTS, params) == alone
+        assert tokens(llm, PROMPTS, params) == alone
+
+
+def test_one_step_ahead_ends_and_counts_as_step_by_step(folder: Path):
+    """Ends that only the commit finds, counts of tokens not seen yet, n outputs."""
+    with open_llm(folder) as llm:
+        stop = tokens(llm, PROMPTS[:1], GREEDY)[0][4]
+        requests = [
+            GREEDY,
+            SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop]),
+            SamplingParams(temperature=0, max_tokens=20, repetition_penalty=1.5, min_tokens=9),
+            SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=20, frequency_penalty=1.0),
+            SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1, logprobs=1),
+            SamplingParams(temperature=1.3, seed=8, max_tokens=9),
+        ]
+        expected = llm.generate(PROMPTS, requests)
+    with open_ahead(folder) as llm:
+        ahead = llm.generate(PROMPTS, requests)
+    for a, b in zip(expected, ahead):
+        assert [o.token_ids for o in a.outputs] == [o.token_ids for o in b.outputs]
+        assert [o.finish_reason for o in a.outputs] == [o.finish_reason for o in b.outputs]
+    assert len(ahead[4].prompt_logprobs) == len(PROMPTS[4])
+
+
+def test_abort_one_step_ahead_leaves_the_others_alone(folder: Path, params, alone):
+    with open_ahead(folder) as llm:
+        got: list[list[int]] = [[] for _ in PROMPTS]
+        for piece in llm.stream(PROMPTS, params):
+            got[piece.prompt_index] += piece.token_ids
+            if piece.prompt_index == 2 and len(got[2]) == 5 and piece.finish_reason is None:
+                assert llm.abort(piece.request_id)
+    assert got[2] == alone[2][:5]
+    assert [g for i, g in enumerate(got) if i != 2] == [a for i, a in enumerate(alone) if i != 2]
+
+
 def test_n_outputs_are_those_of_n_requests_when_blocks_are_few(folder: Path):
     params = SamplingParams(n=3, temperature=1.2, seed=5, max_tokens=30, ignore_eos=True)
     with open_llm(folder) as llm:
