@@ -186,21 +186,23 @@ def _runner(
     elif device.type == "cpu":
         num_blocks = blocks_for_cpu(layout, max_model_len)
     else:
-        activations = _activation_bytes(make(1, max_model_len), options, device)
+        activations = _activation_bytes(lambda: make(1, max_model_len), options, device)
         num_blocks = blocks_for_cuda(layout, device, options.gpu_memory_utilization, activations)
     if options.max_model_len is None:
         max_model_len = min(max_model_len, (num_blocks - 1) * options.block_size)
     return make(num_blocks, max_model_len), num_blocks, max_model_len
 
 
-def _activation_bytes(runner: Runner, options: EngineOptions, device: torch.device) -> int:
-    """What a step takes at most beside weights and cache, measured: prefill, and as much as a
-    decode step for the pool of the graphs, and the runner's own buffers."""
+def _activation_bytes(
+    make_runner: Callable[[], Runner], options: EngineOptions, device: torch.device
+) -> int:
+    """What runs beside weights and cache take at most, measured, buffers included: the largest
+    prefill step, and as much as the largest decode step for the pool of the graphs."""
+    before = torch.cuda.memory_allocated(device)
+    runner = make_runner()
     total = 0
     for tokens, max_q in ((options.max_num_batched_tokens,) * 2, (options.max_num_seqs, 1)):
-        torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
         runner.profile(tokens, max_q)
         torch.cuda.synchronize(device)
         total += torch.cuda.max_memory_allocated(device) - before

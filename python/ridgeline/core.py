@@ -119,6 +119,7 @@ class Core:
                 self.scheduler.finish(sequence.seq_id, "abort")
                 sequence.end(reason, now)
                 self._drop(sequence)
+        self._drain()
         return True
 
     def step(self) -> bool:
@@ -136,20 +137,23 @@ class Core:
                 return True
         if not self._in_flight:
             return False
+        self._commit()
+        self._drain()
+        return True
+
+    def _drain(self) -> None:
+        """Waits for steps that run for nobody: nothing is left in flight without a request."""
+        while self._in_flight and not self._requests:
+            self._commit()
+
+    def _commit(self) -> None:
+        """Waits for the oldest step and takes its tokens."""
         batch, start, result = self._in_flight.popleft()
         try:
             tokens = result.tokens()
         except BaseException:
             self._discard()
             raise
-        self._commit(batch, start, result, tokens)
-        if self._trace is not None:
-            self._trace.write()
-        return True
-
-    def _commit(
-        self, batch: engine.Batch, start: float, result: StepResult, tokens: list[int]
-    ) -> None:
         now = time.perf_counter()
         if self._unscheduled and batch.num_tokens > batch.num_decode_tokens:
             for seq_id in batch.seq_ids:
@@ -171,6 +175,8 @@ class Core:
             if sequence.finished:
                 self._drop(sequence)
         self._ids.committed += 1
+        if self._trace is not None:
+            self._trace.write()
 
     def _drop(self, sequence: Sequence) -> None:
         del self._sequences[sequence.seq_id]

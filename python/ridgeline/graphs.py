@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 
 import torch
@@ -12,8 +13,7 @@ from ridgeline._C import engine
 GraphKey = tuple[int, int]
 """Token bucket, logits-row bucket: all that a captured decode step depends on."""
 
-_STAGES = 2
-"""Host buffers in turn: a step's is free again once the step before the next was committed."""
+_STAGES = 2  # one is written while the other may still be copied
 _ALIGNMENT = 4
 
 
@@ -45,10 +45,12 @@ class StepBuffers:
         )
         self.last_tokens = torch.zeros(max(tokens, seqs), dtype=torch.int32, device=device)
         self._arena = None
+        self._stages: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         if device.type == "cuda":
             self._arena = torch.zeros(self._capacity, dtype=torch.int32, device=device)
-        self._stages: list[Tensor] = []
-        self._turn = 0
+            for _ in range(_STAGES):
+                stage = torch.empty(self._capacity, dtype=torch.int32, pin_memory=True)
+                self._stages.append((stage, torch.cuda.Event()))
 
     def upload(
         self, arena: engine.Arena, count: int, fill: Callable[[Tensor], None]
@@ -62,21 +64,18 @@ class StepBuffers:
         size = start + count
         if size > self._capacity:
             raise RuntimeError(f"a step of {size} int32 exceeds the arena's {self._capacity}")
-        stage = self._stage(size)
+        if self._arena is None:  # On the CPU the arrays are read where they are written.
+            extra = torch.empty(count, dtype=torch.int32)
+            fill(extra)
+            return source, extra
+        stage, copied = self._stages[0]
+        self._stages.rotate()
+        copied.synchronize()
         stage[: len(arena)].copy_(source)
         fill(stage[start:size])
-        if self._arena is None:
-            return stage[: len(arena)], stage[start:size]
         self._arena[:size].copy_(stage[:size], non_blocking=True)
+        copied.record()
         return self._arena[: len(arena)], self._arena[start:size]
-
-    def _stage(self, size: int) -> Tensor:
-        if self._arena is None:  # On the CPU a step's arrays are read where they are written.
-            return torch.empty(size, dtype=torch.int32)
-        if len(self._stages) < _STAGES:
-            self._stages.append(torch.empty(self._capacity, dtype=torch.int32, pin_memory=True))
-        self._turn = (self._turn + 1) % _STAGES
-        return self._stages[self._turn % len(self._stages)]
 
 
 class DecodeGraphs:

@@ -92,10 +92,9 @@ def blocks_for_cuda(
     layout: KVCacheLayout, device: torch.device, utilization: float, activations: int
 ) -> int:
     """What fits into ``utilization`` of the GPU beside all that is there and ``activations``."""
+    torch.cuda.empty_cache()  # what PyTorch holds without need would count as taken
     free, total = torch.cuda.mem_get_info(device)
-    # Memory that PyTorch holds but does not use serves activations first.
-    idle = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    available = int(total * utilization) - (total - free) - max(0, activations - idle)
+    available = int(total * utilization) - (total - free) - activations
     blocks = available // layout.block_bytes
     if blocks < 2:
         raise ValueError(

@@ -290,7 +290,7 @@ def _params_list(
 ) -> list[SamplingParams]:
     if params is None:
         params = SamplingParams()
-    each = list(params) if isinstance(params, (list, tuple)) else [params] * count
+    each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params] * count
     for one in each:
         if not isinstance(one, SamplingParams):
             raise TypeError(f"params must be SamplingParams, or a list of them, got {one!r}")

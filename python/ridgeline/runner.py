@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -85,10 +86,18 @@ class Runner:
             self._graphs = DecodeGraphs(limits.max_num_seqs, vocab, like=model.embedding)
         self.sampling = Sampler(device, vocab)
         self.asynchronous = device.type == "cuda"
+        # One stream orders all steps, whatever stream or device the caller has chosen.
+        self._stream = torch.cuda.current_stream(device) if self.asynchronous else None
 
-    @torch.inference_mode()
     def run(self, batch: engine.Batch) -> StepResult:
         """Launches a step; on a GPU it may still be running when this returns."""
+        with torch.inference_mode(), self._on_stream():
+            return self._run(batch)
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _run(self, batch: engine.Batch) -> StepResult:
         key = self._graphs.key(batch.num_tokens) if self._graphs and batch.max_q == 1 else None
         arena = batch.arena() if key is None else batch.arena(key[0], key[0], key[1])
         rows = batch.num_rows
@@ -113,7 +122,7 @@ class Runner:
         limits, device = self._limits, self._model.embedding.device
         seqs = min(limits.max_num_seqs, tokens)
         zeros = torch.zeros(max(tokens, seqs + 1), dtype=torch.int32, device=device)
-        with torch.inference_mode():
+        with torch.inference_mode(), self._on_stream():
             tables = self._buffers.block_tables.index_select(0, zeros[:seqs])
             inputs = StepInputs(
                 input_ids=zeros[:tokens],
