@@ -1,8 +1,30 @@
 """LLM inference: attention, paged KV cache, fused norms, quantised GEMM, and a small engine."""
 
-from ridgeline import _loader, ops
+from ridgeline import _loader as _loader
+from ridgeline import ops
 from ridgeline._debug import debug_checks
 from ridgeline._info import info
 from ridgeline._version import __version__
+from ridgeline.llm import LLM
+from ridgeline.outputs import (
+    CompletionOutput,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+    StreamOutput,
+)
+from ridgeline.sampling_params import SamplingParams
 
-__all__ = ["__version__", "debug_checks", "info", "ops"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "Logprob",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "StreamOutput",
+    "__version__",
+    "debug_checks",
+    "info",
+    "ops",
+]
