@@ -25,7 +25,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def generate(folder: Path, *arguments: str) -> int:
-    return main(["generate", "--model", str(folder), "--device", "cpu", *arguments])
+    always = ["--model", str(folder), "--device", "cpu", "--temperature", "0"]
+    return main(["generate", *always, *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +57,7 @@ def test_the_last_line_gives_prefill_and_decode_speed_apart(folder: Path, capsys
 def test_a_prompt_may_come_from_stdin(folder: Path, expected):
     command = [sys.executable, "-m", "ridgeline", "generate", "--model", str(folder)]
     done = subprocess.run(
-        [*command, "--device", "cpu", "--max-tokens", "9", "-"],
+        [*command, "--device", "cpu", "--temperature", "0", "--max-tokens", "9", "-"],
         input="def",
         capture_output=True,
         encoding="utf-8",

@@ -13,9 +13,10 @@ _INTERVAL = 0.1
 
 
 class ProgressBar:
-    """One line, drawn at most ten times a second: requests done, tokens, tokens a second.
+    """One line: requests done, tokens, tokens a second.
 
-    With ``tokens`` (the most that will come) the bar follows tokens, otherwise requests.
+    On a terminal it is drawn at most ten times a second, elsewhere once, at the end. With
+    ``tokens`` (the most that will come) the bar follows tokens, otherwise requests.
     """
 
     def __init__(
@@ -23,14 +24,15 @@ class ProgressBar:
     ) -> None:
         self._requests, self._tokens = requests, tokens
         self._file = sys.stderr if file is None else file
+        self._interval = _INTERVAL if self._file.isatty() else float("inf")
         self._done = self._count = 0
         self._start = time.perf_counter()
-        self._drawn = 0.0
+        self._drawn = self._start
 
     def update(self, update: StreamOutput) -> None:
         self._done += update.request is not None
         self._count += len(update.token_ids)
-        if time.perf_counter() - self._drawn > _INTERVAL:
+        if time.perf_counter() - self._drawn > self._interval:
             self._draw()
 
     def close(self) -> None:

@@ -14,28 +14,41 @@ from ridgeline.sampling_params import SamplingParams
 
 
 def add_parser(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser: argparse.ArgumentParser = commands.add_parser(
         "generate",
         help="complete prompts with a model",
         description="Completes each prompt. Text goes to stdout, everything else to stderr; the "
         "last line gives the speed of prefill and of decode.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("prompts", nargs="+", metavar="PROMPT", help='text; "-": read stdin')
-    parser.add_argument("--model", required=True, help="model folder in Hugging Face layout")
-    parser.add_argument("--max-tokens", type=int, default=128, help="tokens to generate a prompt")
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="0: all")
-    parser.add_argument("--top-p", type=float, default=1.0, help="nucleus, in (0, 1]")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling")
-    parser.add_argument("--stop", action="append", default=[], help="ends a text; repeatable")
-    parser.add_argument("--stream", action="store_true", help="print the text as it comes")
-    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: CUDA if it can be used")
-    parser.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
-    parser.add_argument("--quantization", help="int4 or fp8: the weights, while loading")
-    parser.add_argument("--kv-cache-dtype", default="auto", help="auto, fp8 or int8")
-    parser.add_argument("--max-model-len", type=int, help="tokens of a prompt and its output")
-    parser.add_argument("--trace", help="write the scheduler's decisions to this file")
+    add = parser.add_argument
+    add("prompts", nargs="+", metavar="PROMPT", help='text; "-": read stdin')
+    add("--model", required=True, metavar="FOLDER", help="a model in Hugging Face layout")
+    add("--max-tokens", default=128, help="the most tokens of a text (%(default)s)", **numbers)
+    add("--temperature", type=float, default=0.7, metavar="T",
+        help="0: always the likeliest token (%(default)s)")  # fmt: skip
+    add(
+        "--top-k",
+        default=0,
+        help="choose among the N likeliest tokens; 0: all",
+        type=int,
+        metavar="N",
+    )
+    add("--top-p", type=float, default=0.95, metavar="P",
+        help="choose among the likeliest tokens that hold P of the mass (%(default)s)")  # fmt: skip
+    add("--seed", default=0, help="of sampling (%(default)s)", **numbers)
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; repeatable")
+    add("--stream", action="store_true", help="print text as it comes, one prompt at a time")
+    add("--device", help="cpu, cuda or cuda:N; without it CUDA if it can be used")
+    add("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
+    add("--quantization", metavar="KIND", help="int4 or fp8: the weights, while loading")
+    add("--kv-cache-dtype", default="auto", metavar="KIND", help="auto, fp8 or int8")
+    add(
+        "--max-model-len",
+        help="the most tokens of a prompt and its text together",
+        type=int,
+        metavar="N",
+    )
+    add("--trace", metavar="FILE", help="write the scheduler's decisions there as JSON lines")
     parser.set_defaults(run=run)
 
 
