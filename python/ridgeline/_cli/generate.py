@@ -23,7 +23,13 @@ def add_parser(commands: Any) -> None:
     add = parser.add_argument
     add("prompts", nargs="+", metavar="PROMPT", help='text; "-": read stdin')
     add("--model", required=True, metavar="FOLDER", help="a model in Hugging Face layout")
-    add("--max-tokens", default=128, help="the most tokens of a text (%(default)s)", **numbers)
+    add(
+        "--max-tokens",
+        default=128,
+        help="the most tokens of a text (%(default)s)",
+        type=int,
+        metavar="N",
+    )
     add("--temperature", type=float, default=0.7, metavar="T",
         help="0: always the likeliest token (%(default)s)")  # fmt: skip
     add(
@@ -35,7 +41,7 @@ def add_parser(commands: Any) -> None:
     )
     add("--top-p", type=float, default=0.95, metavar="P",
         help="choose among the likeliest tokens that hold P of the mass (%(default)s)")  # fmt: skip
-    add("--seed", default=0, help="of sampling (%(default)s)", **numbers)
+    add("--seed", default=0, help="of sampling (%(default)s)", type=int, metavar="N")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends a text; repeatable")
     add("--stream", action="store_true", help="print text as it comes, one prompt at a time")
     add("--device", help="cpu, cuda or cuda:N; without it CUDA if it can be used")
