@@ -69,9 +69,7 @@ def attention(
     Source: Dao, "FlashAttention-2", 2023; Milakov and Gimelshein, "Online normalizer calculation
     for softmax", 2018.
     """
-    out, lse = _ops.attention(
-        q, k, v, sinks, causal, _scale(scale, q), _window(window), softcap
-    )
+    out, lse = _ops.attention(q, k, v, sinks, causal, _scale(scale, q), _window(window), softcap)
     return (out, lse) if return_lse else out
 
 
@@ -223,9 +221,7 @@ def attention_workspace_bytes(
         max_q: the op's ``max_q``. max_k: ``block_tables.shape[1] * block_size``.
         kv_bytes: of an element of the caches.
     """
-    return _ops.attention_workspace(
-        batch, heads, kv_heads, head_dim, max_q, max_k, kv_bytes
-    )
+    return _ops.attention_workspace(batch, heads, kv_heads, head_dim, max_q, max_k, kv_bytes)
 
 
 def _packed(q: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,172 @@
+"""Attention: prefill of 16k tokens against cuDNN and flash, paged decode, and both over fp8."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ridgeline import ops
+from ridgeline.roofline import op_cost
+from timer import Bench
+
+TOKENS, HIDDEN = 16384, 2048
+HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
+LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
+DECODE = [(1, 1024), (1, 4096), (1, 8192), (1, 32768), (8, 4096), (32, 4096), (32, 8192)]
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_ATTENTION}
+
+
+def sdpa(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=causal, enable_gqa=grouped
+            )
+
+    return call
+
+
+def measure(bench: Bench, impl: str, op: str, **row: Any) -> None:
+    """A baseline that this build of PyTorch lacks for a shape is named and left out."""
+    try:
+        bench.measure(op=op, impl=impl, **row)
+    except RuntimeError as error:
+        if impl == "ridgeline":
+            raise
+        print(f"{op} {impl} {row['fields']}: {str(error).splitlines()[0]}")
+
+
+def prefill(bench: Bench, dim: int, length: int, causal: bool) -> None:
+    batch, heads = TOKENS // length, HIDDEN // dim
+    if bench.device == "cpu":
+        batch = 1
+
+    def make() -> list[Tensor]:
+        shape = (batch, length, heads, dim)
+        dtype = torch.float32 if bench.device == "cpu" else torch.bfloat16
+        return [torch.randn(shape, device=bench.device, dtype=dtype) for _ in range(3)]
+
+    fields = {"dtype": str(make()[0].dtype).removeprefix("torch."), "B": batch, "Sq": length,
+              "Sk": length, "Hq": heads, "Hkv": heads, "D": dim, "causal": causal}  # fmt: skip
+    shared = {"make": make, "fields": fields, "cost": op_cost("attention", *make(), causal=causal)}
+    measure(
+        bench, "ridgeline", "attention",
+        call=lambda q, k, v: ops.attention(q, k, v, causal=causal), **shared,
+    )  # fmt: skip
+    if bench.device == "cpu":
+        measure(bench, "torch_eager", "attention", call=sdpa(SDPBackend.FLASH_ATTENTION, causal),
+                **shared)  # fmt: skip
+        return
+    for impl, backend in BACKENDS.items():
+        measure(bench, impl, "attention", call=sdpa(backend, causal), **shared)
+
+
+class Cache:
+    """One layer's paged cache of `batch` sequences of one length, blocks in random order."""
+
+    def __init__(self, device: str, batch: int, length: int, q_len: int, kv: torch.dtype) -> None:
+        count = -(-length // BLOCK)
+        shape = (batch * count + 1, KV_HEADS, BLOCK, DIM)
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        kv = dtype if kv == torch.bfloat16 else kv
+        self.k, self.v = (
+            torch.randn(shape, device=device, dtype=dtype).to(kv).transpose(1, 2) for _ in range(2)
+        )
+        order = torch.randperm(batch * count, device=device) + 1
+        self.tables = order.int().view(batch, count)
+        self.lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
+        self.q = torch.randn(batch * q_len, HEADS, DIM, device=device, dtype=dtype)
+        self.cu_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
+        self.scales = []
+        if kv != dtype:
+            scale = torch.full(self.k.shape[:3], 0.5, dtype=torch.bfloat16, device=device)
+            self.scales = [scale, scale.clone()]
+
+    def inputs(self) -> list[Tensor]:
+        return [self.q, self.k, self.v, self.tables, self.lengths, self.cu_q, *self.scales]
+
+
+def paged(bench: Bench, batch: int, length: int, q_len: int, kv: torch.dtype) -> None:
+    def call(
+        q: Tensor, k: Tensor, v: Tensor, tables: Tensor, lengths: Tensor, cu_q: Tensor,
+        k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+    ) -> Any:  # fmt: skip
+        offsets = None if q_len == 1 else cu_q
+        return ops.paged_attention(
+            q, k, v, tables, lengths, offsets, max_q=q_len, k_scale=k_scale, v_scale=v_scale
+        )
+
+    sample = Cache(bench.device, batch, length, q_len, kv)
+    cost = op_cost(
+        "paged_attention", sample.q, sample.k, sample.v, sample.tables, sample.lengths,
+        sample.cu_q, k_scale=sample.scales[0] if sample.scales else None,
+    )  # fmt: skip
+    fields = {"dtype": str(sample.q.dtype).removeprefix("torch."), "B": batch, "L": length,
+              "q_len": q_len, "Hq": HEADS, "Hkv": KV_HEADS, "D": DIM, "block": BLOCK,
+              "kv_dtype": str(sample.k.dtype).removeprefix("torch.")}  # fmt: skip
+    bench.measure(
+        op="paged_attention", impl="ridgeline", call=call, cost=cost, fields=fields,
+        make=lambda: Cache(bench.device, batch, length, q_len, kv).inputs(), reads_only=True,
+    )  # fmt: skip
+    if q_len == 1 and not sample.scales:
+        contiguous_decode(bench, batch, length, cost, fields)
+
+
+def contiguous_decode(
+    bench: Bench, batch: int, length: int, cost: Any, fields: dict[str, Any]
+) -> None:
+    """cuDNN over contiguous keys, the nearest public baseline inside PyTorch."""
+    if bench.device == "cpu":
+        return
+
+    def make() -> list[Tensor]:
+        shapes = [(batch, 1, HEADS, DIM)] + [(batch, length, KV_HEADS, DIM)] * 2
+        return [torch.randn(s, device=bench.device, dtype=torch.bfloat16) for s in shapes]
+
+    measure(
+        bench, "cudnn", "paged_attention", make=make, cost=cost, fields={**fields, "block": 0},
+        call=sdpa(SDPBackend.CUDNN_ATTENTION, False), reads_only=True,
+    )  # fmt: skip
+
+
+def merge(bench: Bench) -> None:
+    def make() -> list[Tensor]:
+        sides: list[Tensor] = []
+        for _ in range(2):
+            dtype = torch.float32 if bench.device == "cpu" else torch.bfloat16
+            sides.append(torch.randn(4096, HEADS, DIM, device=bench.device, dtype=dtype))
+            sides.append(torch.randn(HEADS, 4096, device=bench.device))
+        return sides
+
+    fields = {"dtype": str(make()[0].dtype).removeprefix("torch."), "rows": 4096, "Hq": HEADS,
+              "D": DIM}  # fmt: skip
+    bench.measure(op="merge_attention", impl="ridgeline", make=make, call=ops.merge_attention,
+                  cost=op_cost("merge_attention", *make()), fields=fields)  # fmt: skip
+
+
+def main() -> None:
+    bench = Bench.from_args(__doc__)
+    small = bench.quick or bench.device == "cpu"
+    lengths = [512, 1024] if bench.device == "cpu" else [1024, 16384] if small else LENGTHS
+    for dim in [128] if small else [64, 128, 256]:
+        for causal in (False, True):
+            for length in lengths:
+                prefill(bench, dim, length, causal)
+    for batch, length in [(1, 1024)] if bench.device == "cpu" else DECODE:
+        paged(bench, batch, length, 1, torch.bfloat16)
+        if bench.device != "cpu":
+            paged(bench, batch, length, 1, torch.float8_e4m3fn)
+    if bench.device != "cpu":
+        paged(bench, 1, 4096, 4096, torch.bfloat16)
+        paged(bench, 8, 4096, 5, torch.bfloat16)
+    merge(bench)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,289 @@
+"""Attention beyond the op table: layouts, batches and chunks agree; ids, lengths and workspace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import ridgeline
+from attention_reference import visible
+from ridgeline import ops
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+HEADS, KV_HEADS, DIM = 4, 2, 64
+LONG = 700  # keys of two splits at 64 columns, with a tail
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8).cpu()
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+
+
+def normal(device: str, *shape: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+
+def ints(device: str, values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+class Paged:
+    """Sequences of given lengths scattered over a cache, the rest of which is `rest`."""
+
+    def __init__(
+        self, device: str, lengths: list[int], block: int = 16, rest: float = 0.0, dim: int = DIM
+    ) -> None:
+        self.lengths = lengths
+        self.k, self.v = (
+            [normal(device, n, KV_HEADS, dim, seed=s + b) for b, n in enumerate(lengths)]
+            for s in (100, 200)
+        )
+        counts = [-(-n // block) for n in lengths]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
+        shape = (len(order) + 3, block, KV_HEADS, dim)
+        self.k_cache, self.v_cache = (
+            torch.full(shape, rest, dtype=torch.bfloat16, device=device) for _ in range(2)
+        )
+        tables = torch.zeros(len(lengths), max([*counts, 1]), dtype=torch.int32)
+        used = 0
+        for b, count in enumerate(counts):
+            mine = order[used : used + count]
+            used += count
+            tables[b, :count] = mine.int()
+            for cache, rows in ((self.k_cache, self.k[b]), (self.v_cache, self.v[b])):
+                flat = torch.full((count * block, KV_HEADS, dim), rest, dtype=torch.bfloat16)
+                flat[: lengths[b]] = rows.cpu()
+                cache[mine] = flat.view(count, block, KV_HEADS, dim).to(device)
+        self.tables = tables.to(device)
+        self.seq_lens = ints(device, lengths)
+
+    def run(self, q: Tensor, cu_q: list[int] | None = None, **options: Any) -> Any:
+        if cu_q is not None:
+            options["max_q"] = max(b - a for a, b in zip(cu_q, cu_q[1:]))
+        offsets = None if cu_q is None else ints(str(q.device), cu_q)
+        return ops.paged_attention(
+            q, self.k_cache, self.v_cache, self.tables, self.seq_lens, offsets, return_lse=True,
+            **options,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("block", [16, 48, 256])  # 48 does not divide the tile of 64 keys
+@pytest.mark.parametrize("q_len", [1, 7, 130])  # decode, verify, prefill of more than one tile
+def test_paged_equals_contiguous(device: str, block: int, q_len: int) -> None:
+    paged = Paged(device, [LONG], block)
+    q = normal(device, q_len, HEADS, DIM)
+    options = {"window": 300, "softcap": 20.0}
+    out, lse = paged.run(q, [0, q_len], **options)
+    dense = ops.attention(q[None], paged.k[0][None], paged.v[0][None], return_lse=True, **options)
+    assert same((out, lse), (dense[0][0], dense[1][0]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_batched_equals_alone(device: str) -> None:
+    """A sequence's bits do not depend on what else is in the batch, nor on the longest."""
+    lengths, q_lens = [LONG, 65, 1, 200, 0, 64], [1, 65, 1, 20, 0, 5]
+    paged = Paged(device, lengths)
+    cu_q = torch.tensor([0, *q_lens]).cumsum(0).tolist()
+    q = normal(device, cu_q[-1], HEADS, DIM)
+    out, lse = paged.run(q, cu_q)
+    for b, (begin, end) in enumerate(zip(cu_q, cu_q[1:])):
+        if begin == end:
+            continue
+        alone = ops.paged_attention(
+            q[begin:end], paged.k_cache, paged.v_cache, paged.tables[b : b + 1],
+            paged.seq_lens[b : b + 1], ints(device, [0, end - begin]), return_lse=True,
+            max_q=end - begin,
+        )  # fmt: skip
+        assert same((out[begin:end], lse[:, begin:end]), alone), f"sequence {b}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_decode_rows_need_no_offsets(device: str) -> None:
+    paged = Paged(device, [5, LONG, 64])
+    q = normal(device, 3, HEADS, DIM)
+    assert same(paged.run(q), paged.run(q, [0, 1, 2, 3]))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_varlen_equals_each_sequence(device: str) -> None:
+    q_lens, k_lens = [3, 0, 100, 1], [40, 9, 100, LONG]
+    cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0).tolist() for lens in (q_lens, k_lens))
+    q = normal(device, cu_q[-1], HEADS, DIM)
+    k, v = (normal(device, cu_k[-1], KV_HEADS, DIM, seed=s) for s in (1, 2))
+    out, lse = ops.attention_varlen(
+        q, k, v, ints(device, cu_q), ints(device, cu_k), 100, LONG, return_lse=True
+    )
+    for b in range(len(q_lens)):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        alone = ops.attention(q[rows][None], k[keys][None], v[keys][None], return_lse=True)
+        assert same((out[rows], lse[:, rows]), (alone[0][0], alone[1][0])), f"sequence {b}"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("chunk", [1, 16, 100])
+def test_chunked_agrees_with_whole(device: str, chunk: int) -> None:
+    """Bit for bit on the CPU and in chunks of the same tile shape; else as the weights round."""
+    length = 230
+    paged = Paged(device, [length])
+    q = normal(device, length, HEADS, DIM)
+    whole, whole_lse = paged.run(q, [0, length])
+    for begin in range(0, length, chunk):
+        end = min(begin + chunk, length)
+        part, lse = ops.paged_attention(
+            q[begin:end], paged.k_cache, paged.v_cache, paged.tables, ints(device, [end]),
+            ints(device, [0, end - begin]), return_lse=True, max_q=end - begin,
+        )  # fmt: skip
+        if device == "cpu" or (end - begin) * (HEADS // KV_HEADS) > 64:
+            assert same((part, lse), (whole[begin:end], whole_lse[:, begin:end]))
+        largest = paged.v[0].abs().max().item()
+        allowed = 4 * torch.finfo(torch.bfloat16).eps * largest
+        assert (part.float() - whole[begin:end].float()).abs().max() <= allowed
+        assert (lse - whole_lse[:, begin:end]).abs().max() <= 1e-5 * whole_lse.abs().max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_merged_halves_equal_the_whole(device: str) -> None:
+    q = normal(device, 1, 40, HEADS, DIM, dtype=torch.float32)
+    k, v = (normal(device, 1, 300, KV_HEADS, DIM, seed=s, dtype=torch.float32) for s in (1, 2))
+    whole, whole_lse = ops.attention(q, k, v, causal=False, return_lse=True)
+    parts: list[Tensor] = []
+    for keys in (slice(0, 130), slice(130, None)):
+        part = ops.attention(q, k[:, keys], v[:, keys], causal=False, return_lse=True)
+        parts += [t.contiguous() for t in part]
+    out, lse = ops.merge_attention(*parts)
+    assert (out - whole).abs().max() <= 1e-6 * v.abs().max()
+    assert (lse - whole_lse).abs().max() <= 1e-6 * whole_lse.abs().max()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rest", [float("nan"), float("inf")])
+def test_what_no_sequence_owns_has_no_effect(device: str, rest: float) -> None:
+    """Unused slots, free blocks and block 0 (under a padded table) may hold anything."""
+    lengths, q_lens = [LONG, 17, 0, 130], [1, 3, 0, 130]
+    cu_q = torch.tensor([0, *q_lens]).cumsum(0).tolist()
+    clean, dirty = (Paged(device, lengths, rest=value) for value in (0.0, rest))
+    q = normal(device, cu_q[-1], HEADS, DIM)
+    for options in ({}, {"window": 40}, {"k_start": ints(device, [500, 16, 0, 3])}):
+        for paged in (clean, dirty):
+            if options and paged is dirty:  # what lies before every visible key is no one's either
+                paged.k_cache[paged.tables[0, :20].long()] = rest
+                paged.v_cache[paged.tables[0, :20].long()] = rest
+        assert same(clean.run(q, cu_q, **options), dirty.run(q, cu_q, **options)), str(options)
+        if options:
+            dirty = Paged(device, lengths, rest=rest)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_window_hides_exactly_the_older_keys(device: str) -> None:
+    """Against the mask written out, one visible key at a time: v is one-hot in the position."""
+    length, window = 64, 5
+    q = torch.zeros(1, length, 1, DIM, dtype=torch.bfloat16, device=device)
+    eye = torch.eye(length, DIM, dtype=torch.bfloat16, device=device)[None, :, None]
+    out = ops.attention(q, torch.zeros_like(eye), eye, window=window)
+    assert isinstance(out, Tensor)
+    assert torch.equal(out[0, :, 0].cpu() != 0, visible(length, length, True, window, 0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_contents_out_of_range_are_refused(device: str) -> None:
+    """Always on the CPU, on a GPU under debug_checks()."""
+    paged = Paged(device, [40, 20])
+    q = normal(device, 2, HEADS, DIM)
+
+    def call(**changed: Tensor) -> None:
+        inputs = {"block_tables": paged.tables, "seq_lens": paged.seq_lens} | changed
+        ops.paged_attention(q, paged.k_cache, paged.v_cache, **inputs)
+
+    blocks = paged.k_cache.shape[0]
+    for bad in (blocks, -1):
+        table = paged.tables.clone()
+        table[0, 1] = bad
+        with ridgeline.debug_checks(), pytest.raises(ValueError, match=f"block_tables.*got {bad}"):
+            call(block_tables=table)
+    for bad in (49, -1):
+        with ridgeline.debug_checks(), pytest.raises(ValueError, match=f"seq_lens.*got {bad}"):
+            call(seq_lens=ints(device, [bad, 20]))
+    with ridgeline.debug_checks(), pytest.raises(ValueError, match=r"cu_q.*got 3"):
+        call(cu_q=ints(device, [0, 1, 3]))
+
+
+def test_offsets_and_bounds_are_refused_on_the_cpu() -> None:
+    paged = Paged("cpu", [40, 20])
+    q = normal("cpu", 4, HEADS, DIM)
+    tables, caches = (paged.tables, paged.seq_lens), (paged.k_cache, paged.v_cache)
+    with pytest.raises(ValueError, match=r"cu_q: expected ascending offsets.*got 1 at 2 after 3"):
+        ops.paged_attention(q, *caches, *tables, ints("cpu", [0, 3, 1]))
+    with pytest.raises(ValueError, match=r"cu_q.*max_q = 1.*got 3 in sequence 1"):
+        ops.paged_attention(q, *caches, *tables, ints("cpu", [0, 1, 4]), max_q=1)
+    with pytest.raises(ValueError, match=r"k_start.*got -2 at 0"):
+        ops.paged_attention(q[:2], *caches, *tables, k_start=ints("cpu", [-2, 0]))
+
+
+@pytest.mark.gpu
+def test_without_checks_bad_ids_read_block_zero_and_lengths_are_cut() -> None:
+    paged = Paged("cuda", [48, 20])
+    q = normal("cuda", 2, HEADS, DIM)
+    zeroed, broken = paged.tables.clone(), paged.tables.clone()
+    zeroed[0, 1] = 0
+    for bad in (10**9, -(10**9)):
+        broken[0, 1] = bad
+        results = []
+        for paged.tables in (zeroed, broken):
+            results.append(paged.run(q))
+        assert same(*results)
+    whole = paged.run(q)
+    paged.seq_lens = ints("cuda", [10**9, 20])
+    assert same(whole, paged.run(q))
+
+
+@pytest.mark.gpu
+def test_a_given_workspace_changes_nothing() -> None:
+    paged = Paged("cuda", [LONG, 3])
+    q = normal("cuda", 2, HEADS, DIM)
+    max_k = paged.tables.shape[1] * 16
+    size = ops.attention_workspace_bytes(2, HEADS, KV_HEADS, DIM, 1, max_k)
+    assert size > 0
+    expected = paged.run(q)
+    for fill in (0, 255):  # any contents: 255 is NaN
+        space = torch.full((size,), fill, dtype=torch.uint8, device="cuda")
+        assert same(expected, paged.run(q, workspace=space))
+    small = torch.empty(size - 1, dtype=torch.uint8, device="cuda")
+    with pytest.raises(
+        ValueError, match=rf"workspace: expected at least {size} bytes, got {size - 1}"
+    ):
+        paged.run(q, workspace=small)
+
+
+def test_workspace_grows_with_rows_and_splits_only() -> None:
+    def size(batch: int = 1, max_q: int = 1, max_k: int = 1024) -> int:
+        return ops.attention_workspace_bytes(batch, 32, 8, 128, max_q, max_k)
+
+    assert size(max_k=256) == 0, "one split writes the result itself"
+    assert size(max_k=1024) == 4 * 32 * (128 + 1) * 4, "four splits of 256 keys"
+    assert size(batch=3) == 3 * size()
+    assert size(max_q=16) == size(max_q=8192) == 16 * size(), "prefill rows need none"
+    assert size(max_k=1 << 20) == 64 * size(max_k=512) // 2, "no more than 64 splits"
+    with pytest.raises(ValueError, match=r"heads: expected a multiple of kv_heads, 3, got 4"):
+        ops.attention_workspace_bytes(1, 4, 3, 128, 1, 1024)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_caches_of_more_than_two_to_the_31_elements() -> None:
+    block, kv_heads, dim = 64, 8, 128
+    count = (1 << 31) // (block * kv_heads * dim) + 2
+    cache = torch.zeros(count, block, kv_heads, dim, dtype=torch.bfloat16, device="cuda")
+    cache[count - 1] = normal("cuda", block, kv_heads, dim)
+    small = cache[-1:].clone()
+    q, lengths = normal("cuda", 1, 8, dim), ints("cuda", [block])
+    far = ops.paged_attention(q, cache, cache, ints("cuda", [[count - 1]]), lengths)
+    near = ops.paged_attention(q, small, small, ints("cuda", [[0]]), lengths)
+    assert torch.equal(far, near)
