@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 import tiny_model
 from ridgeline import LLM, SamplingParams
+from ridgeline.graphs import DecodeGraphs, GraphKey
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.linear import DenseLinear
 from ridgeline.models.weights import parameters
@@ -84,6 +87,28 @@ def test_shared_prefixes_are_computed_once(folder: Path):
     with open_llm(folder) as llm:
         assert tokens(llm, prompts, GREEDY) == expected
         assert llm.stats().prefix_hit_tokens == 3 * 64
+
+
+class EagerGraphs(DecodeGraphs):
+    """Runs what a graph would replay: padded steps, without a GPU."""
+
+    def run(self, key: GraphKey, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
+        self.logits.fill_(float("nan"))
+        self.logits[: key[1]].copy_(compute())
+        self.used = {*getattr(self, "used", ()), key}
+        return self.logits[: key[1]]
+
+
+def test_padded_decode_steps_are_those_without_padding(folder: Path, params, alone):
+    with open_llm(folder) as llm:
+        runner = llm._parts.runner
+        runner.asynchronous = True
+        runner._graphs = EagerGraphs(8, tiny_model.VOCAB, like=runner._model.embedding)
+        several = dataclasses.replace(params, n=2)
+        assert tokens(llm, PROMPTS, params) == alone
+        assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:3], several)] == alone[:3]
+        assert tokens(llm, PROMPTS[0], params) == alone[:1]
+        assert runner._graphs.used >= {(8, 8), (1, 1)}
 
 
 @contextmanager

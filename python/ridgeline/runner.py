@@ -98,7 +98,9 @@ class Runner:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     def _run(self, batch: engine.Batch) -> StepResult:
-        key = self._graphs.key(batch.num_tokens) if self._graphs and batch.max_q == 1 else None
+        key = None
+        if self._graphs is not None and batch.max_q == 1:
+            key = self._graphs.key(batch.num_tokens)
         arena = batch.arena() if key is None else batch.arena(key[0], key[0], key[1])
         rows = batch.num_rows
         begin, _ = arena.offsets["row_seq_ids"]
