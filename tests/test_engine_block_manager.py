@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -134,9 +135,10 @@ TestBlockManager.settings = settings(max_examples=100, stateful_step_count=40, d
         ({"num_blocks": 2**40}, "num_blocks must fit in 31 bits, got 1099511627776"),
     ],
 )
-def test_bad_sizes_are_refused(arguments: dict[str, int], message: str) -> None:
+def test_bad_sizes_are_refused(arguments: dict[str, Any], message: str) -> None:
+    sizes: dict[str, Any] = {"num_blocks": 4, "block_size": 4}
     with pytest.raises(ValueError, match=message):
-        engine.BlockManager(**{"num_blocks": 4, "block_size": 4} | arguments)
+        engine.BlockManager(**sizes | arguments)
 
 
 def test_bad_arguments_are_refused() -> None:

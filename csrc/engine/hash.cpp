@@ -1,7 +1,5 @@
 #include "engine/hash.h"
 
-#include <bit>
-
 namespace ridgeline::engine {
 namespace {
 
@@ -17,7 +15,7 @@ std::uint64_t mix(std::uint64_t x) {
 /// without the seed nobody can choose words whose states meet.
 void absorb(Hash128& state, std::uint64_t word) {
   state.lo = mix(state.lo ^ word);
-  state.hi = mix(state.hi ^ std::rotl(word, 32));
+  state.hi = mix(state.hi ^ word);
 }
 
 }  // namespace

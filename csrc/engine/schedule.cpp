@@ -66,11 +66,7 @@ bool Scheduler::make_room(Plan& plan, Sequence& seq, std::int32_t count) {
 }
 
 void Scheduler::preempt(Plan& plan, Sequence& seq) {
-  const auto entry = std::ranges::find(plan.entries, &seq, &Planned::seq);
-  if (entry != plan.entries.end()) {
-    plan.budget += entry->count;
-    plan.entries.erase(entry);
-  }
+  std::erase_if(plan.entries, [&](const Planned& entry) { return entry.seq == &seq; });
   plan.preempted = true;
   ++preemptions_;
   requeue(seq);
@@ -96,7 +92,8 @@ void Scheduler::admit_waiting(Plan& plan, Step& step) {
     Sequence& seq = **next++;
     if (plan.budget == 0) return log(seq.id, Reason::kHeldTokens, seq.length(), 0);
     const auto places = static_cast<std::int64_t>(1 + seq.unborn.size());
-    if (const std::int64_t left = places_left(); places > left)
+    // The running need none for children: a prompt still in chunks has used up the budget.
+    if (const std::int64_t left = blocks_.num_tables_left(); places > left)
       return log(seq.id, Reason::kHeldSequences, places, left);
     const PrefixMatch match = match_prefix(seq);
     if (prefix_in_flight(step, seq, match)) {
@@ -128,7 +125,7 @@ bool Scheduler::admit(Plan& plan, Step& step, Sequence& seq, const PrefixMatch& 
   running_.insert(std::ranges::upper_bound(running_, &seq, ByOrder{}), &seq);
 
   log(seq.id, Reason::kAdmitted, count, hit);
-  log_miss(seq, match);
+  count_prefix(seq, match);
   if (count < left) log(seq.id, Reason::kChunked, count, left - count);
   plan.budget -= count;
   emit(step, seq, count);
@@ -150,7 +147,7 @@ bool Scheduler::prefix_in_flight(const Step& step, const Sequence& seq, const Pr
   return false;
 }
 
-void Scheduler::log_miss(const Sequence& seq, const PrefixMatch& match) {
+void Scheduler::count_prefix(const Sequence& seq, const PrefixMatch& match) {
   if (!config_.enable_prefix_caching || seq.wants_prompt_rows()) return;
   const auto matched = static_cast<std::int64_t>(match.blocks.size());
   const std::int64_t full = (seq.known() - 1) / blocks_.block_size();
@@ -164,8 +161,8 @@ void Scheduler::log_miss(const Sequence& seq, const PrefixMatch& match) {
   }
 }
 
-/// Blocks that the running will want soon: for the rest of their prompts and as many tokens more
-/// as a block holds, so that an admission is not followed by a preemption at once.
+/// Blocks that the running will want soon, for as many tokens more as a block holds: so that an
+/// admission is not followed by a preemption at once.
 std::int64_t Scheduler::blocks_spoken_for() const {
   std::int64_t blocks = 0;
   for (const Sequence* seq : running_) {
@@ -173,12 +170,6 @@ std::int64_t Scheduler::blocks_spoken_for() const {
     blocks += blocks_.blocks_for(soon) - blocks_.blocks_for(seq->computed);
   }
   return blocks;
-}
-
-std::int64_t Scheduler::places_left() const {
-  std::int64_t left = blocks_.num_tables_left();
-  for (const Sequence* seq : running_) left -= static_cast<std::int64_t>(seq->unborn.size());
-  return left;
 }
 
 }  // namespace ridgeline::engine

@@ -215,12 +215,15 @@ void Scheduler::check_invariants() const {
   require(std::ranges::is_sorted(running_, ByOrder{}), -1, "the running are in order");
   require(running_.size() + blocks_.num_tables_left() == static_cast<std::size_t>(
               config_.max_num_seqs), -1, "each running sequence owns one table");
-  std::size_t waiting = 0, running = 0;
+  std::size_t waiting = 0, running = 0, unborn = 0;
   for (const auto& [id, seq] : sequences_) {
     check_sequence(seq);
     waiting += seq.state == SeqState::kWaiting;
     running += seq.state == SeqState::kRunning;
+    unborn += seq.parent && seq.parent->state == SeqState::kRunning;
   }
+  require(unborn <= static_cast<std::size_t>(blocks_.num_tables_left()), -1,
+          "each child of a running prompt has a table to be born to");
   require(waiting == waiting_.size() && running == running_.size(), -1,
           "queue and running hold exactly the sequences in those states");
   std::unordered_map<const Sequence*, std::int32_t> holds;

@@ -130,9 +130,8 @@ class Scheduler {
   bool admit(Plan& plan, Step& step, Sequence& seq, const PrefixMatch& match);
   bool prefix_in_flight(const Step& step, const Sequence& seq, const PrefixMatch& match);
   PrefixMatch match_prefix(Sequence& seq) const;
-  void log_miss(const Sequence& seq, const PrefixMatch& match);
+  void count_prefix(const Sequence& seq, const PrefixMatch& match);
   std::int64_t blocks_spoken_for() const;
-  std::int64_t places_left() const;
 
   // schedule: the batch
   void emit(Step& step, Sequence& seq, std::int32_t count);

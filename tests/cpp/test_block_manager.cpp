@@ -218,6 +218,18 @@ void unregistering_frees_cached_blocks() {
   expect_equal(manager.num_free(), 6);
 }
 
+void unregistering_spares_the_source_of_a_copy() {
+  BlockManager manager = manager_of(4);
+  const TableId table = fill(manager, count_from(0, 4));
+  expect(manager.prepare_write(table, 2, 3));
+  manager.unregister_since(1);
+  manager.check_invariants();
+  expect_equal(manager.num_used(), 2);
+  manager.take_copies();
+  expect_equal(manager.num_free(), 2);
+  manager.check_invariants();
+}
+
 void errors_name_the_numbers() {
   expect_error([] { manager_of(1); }, "num_blocks must be at least 2");
   expect_error([] { BlockManager({.num_blocks = 4, .block_size = 0}); }, "block_size must be");
@@ -256,6 +268,7 @@ int main() {
       {"a copy of an owed copy", a_copy_of_an_owed_copy_reads_the_original},
       {"equal contents are registered once", equal_contents_are_registered_once},
       {"unregistering frees cached blocks", unregistering_frees_cached_blocks},
+      {"unregistering spares a source", unregistering_spares_the_source_of_a_copy},
       {"errors name the numbers", errors_name_the_numbers},
   });
 }

@@ -121,6 +121,19 @@ void a_stop_is_dropped_from_the_step_in_flight() {
   driver.add({0}, {1}, 1);
 }
 
+void what_the_last_step_fills_is_cached() {
+  Driver driver(config());
+  driver.add({0}, count_from(10, 6), 3);
+  auto last = driver.scheduler.schedule();
+  while (const auto next = driver.scheduler.schedule()) {
+    driver.commit(*last);
+    last = next;
+  }
+  expect_equal(last->input_ids, Ids{-1});  // it ends the second block, unknown when scheduled
+  driver.commit(*last);
+  expect_equal(driver.scheduler.stats().cached_blocks, 2);
+}
+
 void abort_frees_at_any_time() {
   Driver driver(config());
   driver.add({0}, count_from(10, 9), 9);
@@ -164,6 +177,7 @@ void siblings_survive_the_abort_of_the_first() {
   expect_equal(driver.scheduler.state(0), "finished");
   driver.scheduler.finish(2, FinishReason::kAbort);
   driver.scheduler.check_invariants();
+  expect_equal(driver.step()->row_seq_ids, Ids{1});
   driver.drain();
   expect(!driver.outputs.contains(0) && !driver.outputs.contains(2));
   expect_equal(driver.outputs.at(1).size(), 2u);
@@ -216,6 +230,8 @@ void requests_that_can_never_fit_are_refused() {
                "prompt has 40 tokens, expected fewer than 40 (max_model_len)");
   expect_error([&] { add({.seq_ids = {0}, .prompt = count_from(0, 21), .max_tokens = 1}); },
                "needs 6 blocks of 4 tokens, the cache has 5");
+  expect_error([&] { add({.seq_ids = {0}, .prompt = count_from(0, 18), .max_tokens = 4}); },
+               "a prompt of 18 tokens with up to 4 outputs needs 6 blocks");
   expect_error([&] { add({.seq_ids = {0}, .prompt = {1, 100}, .max_tokens = 1}); },
                "prompt[1] is 100, expected 0 <= id < 100");
   expect_error([&] { add({.seq_ids = {0}, .prompt = {-1}, .max_tokens = 1}); }, "prompt[0] is -1");
@@ -283,6 +299,7 @@ int main() {
       {"the context ends a sequence", the_context_ends_a_sequence},
       {"two steps in flight", next_step_is_scheduled_while_one_is_in_flight},
       {"a stop is dropped from the step in flight", a_stop_is_dropped_from_the_step_in_flight},
+      {"what the last step fills is cached", what_the_last_step_fills_is_cached},
       {"abort frees at any time", abort_frees_at_any_time},
       {"siblings share the prompt", siblings_share_the_prompt_and_copy_its_tail},
       {"siblings survive the abort of the first", siblings_survive_the_abort_of_the_first},

@@ -199,6 +199,9 @@ void scarce_blocks() {
 void scarce_tokens() {
   random_requests({.blocks = 64, .block_size = 4, .max_len = 40, .seqs = 6, .budget = 6});
 }
+void scarce_blocks_and_tokens() {
+  random_requests({.blocks = 14, .block_size = 4, .max_len = 60, .seqs = 4, .budget = 5});
+}
 void one_sequence() {
   random_requests({.blocks = 12, .block_size = 4, .max_len = 40, .seqs = 1, .budget = 8});
 }
@@ -214,6 +217,7 @@ int main() {
   return ridgeline::testing::run({
       {"scarce blocks", scarce_blocks},
       {"scarce tokens", scarce_tokens},
+      {"scarce blocks and tokens", scarce_blocks_and_tokens},
       {"one sequence", one_sequence},
       {"blocks of one token", blocks_of_one_token},
   });

@@ -128,6 +128,31 @@ void priority_decides_who_is_preempted() {
   expect(driver.decision(0, Reason::kPreempted) && !driver.decision(1, Reason::kPreempted));
 }
 
+void a_step_that_preempts_admits_nobody() {
+  Driver driver(config(8));
+  driver.add({0}, count_from(10, 8), 20, /*priority=*/0);
+  driver.add({1}, count_from(50, 8), 20, /*priority=*/1);
+  while (driver.scheduler.stats().free_blocks > 1) driver.step();
+  driver.add({2}, count_from(90, 6), 4, /*priority=*/0);  // two blocks, when 1 gives back three
+  auto batch = driver.step();
+  while (!driver.decision(1, Reason::kPreempted)) batch = driver.step();
+  expect_equal(batch->seq_ids, Ids{0});
+  expect_equal(driver.step()->seq_ids, Ids{0, 2});
+}
+
+void a_chunk_may_preempt_who_was_planned_before_it() {
+  Driver driver(config(10, 2, 3));  // a decode and two tokens of a prompt a step
+  driver.add({0}, count_from(10, 4), 30, /*priority=*/1);
+  driver.step();
+  driver.step();
+  driver.add({1}, count_from(50, 24), 2, /*priority=*/0);
+  auto batch = driver.step();
+  while (!driver.decision(0, Reason::kPreempted)) batch = driver.step();
+  expect_equal(batch->seq_ids, Ids{1});
+  driver.drain();
+  expect_equal(driver.outputs.at(0).size(), 30u);
+}
+
 void a_preempted_sequence_keeps_the_token_in_flight() {
   Driver driver(config(8));
   driver.add({0}, count_from(10, 8), 20);
@@ -284,6 +309,8 @@ int main() {
       {"a stream of arrivals starves nobody", a_stream_of_arrivals_starves_nobody},
       {"preemption takes from the last", who_lacks_a_block_takes_it_from_the_last},
       {"priority decides who is preempted", priority_decides_who_is_preempted},
+      {"a step that preempts admits nobody", a_step_that_preempts_admits_nobody},
+      {"a chunk preempts a planned decode", a_chunk_may_preempt_who_was_planned_before_it},
       {"preemption keeps the token in flight", a_preempted_sequence_keeps_the_token_in_flight},
       {"a request waits for its prefix", a_request_waits_for_its_prefix_in_flight},
       {"chunks of a shared prefix", chunks_of_a_shared_prefix_are_waited_for},
