@@ -1,6 +1,7 @@
 #include <string>
 
 #include "bindings/cuda_backend.h"
+#include "bindings/gemm.h"
 #include "bindings/norm.h"
 #include "bindings/sampling.h"
 #include "bindings/kv_cache.h"
@@ -39,6 +40,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CUDA, m) {
   // Kernels of another build may disagree with _C on a schema: they stay unregistered, and the
   // loader says why when a CUDA tensor arrives.
   if (core_build_id() != ridgeline::kBuildId) return;
+  register_gemm<Cuda>(m);
   register_norm<Cuda>(m);
   register_sampling<Cuda>(m);
   register_kv_cache<Cuda>(m);

@@ -1,0 +1,148 @@
+#include "kernels/gemm.h"
+
+#include "kernels/gemm_launch.cuh"
+
+/// The way of one product: prepare x if the kernel cannot take it as it is, multiply, finish what
+/// the product's kernel left.
+namespace ridgeline {
+namespace {
+
+using gemm_config::Config;
+using gemm_config::Path;
+using gemm_config::Shape;
+
+constexpr std::size_t kAlignment = 256;
+constexpr std::int64_t kVectorBytes = 16;
+
+bool is_aligned(const void* address, std::int64_t stride_bytes) {
+  return reinterpret_cast<std::uintptr_t>(address) % kVectorBytes == 0 &&
+         stride_bytes % kVectorBytes == 0;
+}
+
+bool weight_aligned(const GemmParams& p) {
+  const auto element =
+      static_cast<std::int64_t>(p.weight.format == WeightFormat::kFp8 ? 1 : size_of(p.dtype));
+  if (p.weight.format == WeightFormat::kInt4) return true;
+  return is_aligned(p.weight.data, p.weight.stride_row * element) &&
+         p.K * element % kVectorBytes == 0;
+}
+
+/// Whether rows do not overlap, as cuBLASLt's layouts demand; those of an expanded tensor do.
+bool rows_are_apart(std::int64_t rows, std::int64_t stride, std::int64_t cols) {
+  return rows <= 1 || stride >= cols;
+}
+
+bool library_takes(const GemmParams& p) {
+  return p.K > 0 && rows_are_apart(p.N, p.weight.stride_row, p.K) &&
+         (!p.residual || rows_are_apart(p.M, p.stride_residual, p.out_cols())) &&
+         gemm_detail::library_available();
+}
+
+/// What gemm() will do and where in the workspace each part lies.
+struct Plan {
+  Config config;
+  bool prepares;  // x goes through prepare_kernel first
+  std::int64_t prepared_cols;
+  std::size_t prepared, partials, product, library, total;  // offsets, and all bytes
+};
+
+bool must_prepare(const GemmParams& p, const Config& config) {
+  if (p.x.norm_weight || p.x.perm || p.x.dtype != p.dtype) return true;
+  if (config.path == Path::kSimple) return false;
+  if (config.path == Path::kLibrary) return !rows_are_apart(p.M, p.x.stride_row, p.K);
+  const auto element = static_cast<std::int64_t>(size_of(p.dtype));
+  const std::int64_t stride = p.M > 1 ? p.x.stride_row : 0;
+  return !is_aligned(p.x.data, stride * element) || p.K * element % kVectorBytes != 0;
+}
+
+/// cuBLASLt adds bias and residual itself; an activation is a kernel after it.
+bool library_finishes(const GemmParams& p) {
+  return p.activation == Activation::kNone;
+}
+
+Plan plan_of(const GemmParams& p) {
+  const Shape shape{.M = p.M,
+                    .N = p.N,
+                    .K = p.K,
+                    .dtype = p.dtype,
+                    .format = p.weight.format,
+                    .activation = p.activation,
+                    .weight_aligned = weight_aligned(p),
+                    .library = library_takes(p),
+                    .batch_invariant = p.batch_invariant};
+  Plan plan{.config = gemm_config::choose(shape)};
+  plan.prepares = must_prepare(p, plan.config);
+  plan.prepared_cols = round_up(p.K, gemm_config::kBlockCols);
+  const bool calls = plan.config.path == Path::kLibrary;
+  const auto take = [&](std::size_t bytes) {
+    const std::size_t offset = plan.total;
+    plan.total += round_up(bytes, kAlignment);
+    return offset;
+  };
+  plan.prepared = take(plan.prepares ? p.M * plan.prepared_cols * size_of(p.dtype) : 0);
+  // The simple kernel stands in where cuBLASLt has no algorithm; gated, it needs partials too.
+  plan.partials =
+      take(calls && is_gated(p.activation) ? p.M * p.N * sizeof(float)
+                                           : gemm_config::partial_bytes(shape, plan.config));
+  plan.product = take(calls && !library_finishes(p) ? p.M * p.N * size_of(p.dtype) : 0);
+  plan.library = take(calls ? gemm_detail::kLibraryWorkspace : 0);
+  return plan;
+}
+
+/// False if cuBLASLt has no algorithm.
+bool multiply_by_library(const GemmParams& p, const Plan& plan, char* workspace, Stream stream) {
+  void* product = library_finishes(p) ? p.y : workspace + plan.product;
+  if (!gemm_detail::launch_library(p, product, workspace + plan.library, stream)) return false;
+  if (library_finishes(p)) return true;
+  GemmParams rest = p;
+  rest.bias = nullptr;  // in the product already
+  gemm_detail::launch_finish(rest, product, 0, stream);
+  return true;
+}
+
+void multiply_simply(const GemmParams& p, const Plan& plan, char* workspace, Stream stream) {
+  auto* partials = reinterpret_cast<float*>(workspace + plan.partials);
+  const bool gated = is_gated(p.activation);
+  gemm_detail::launch_simple(p, gated ? partials : nullptr, stream);
+  if (gated) gemm_detail::launch_finish(p, partials, 1, stream);
+}
+
+}  // namespace
+
+std::size_t gemm_workspace_bytes(const GemmParams& params) {
+  return plan_of(params).total;
+}
+
+void gemm(const GemmParams& params, Stream stream) {
+  if (params.M == 0 || params.N == 0) return;
+  const Plan plan = plan_of(params);
+  auto* workspace = static_cast<char*>(params.workspace);
+  GemmParams p = params;
+  if (plan.prepares) {
+    gemm_detail::launch_prepare(p, workspace + plan.prepared, plan.prepared_cols, stream);
+    p.x = {.dtype = p.dtype,
+           .data = workspace + plan.prepared,
+           .stride_row = plan.prepared_cols,
+           .scale = p.x.scale,
+           .scale_per_row = p.x.scale_per_row};
+  }
+  auto* partials = reinterpret_cast<float*>(workspace + plan.partials);
+  switch (plan.config.path) {
+    case Path::kStream:
+      gemm_detail::launch_stream(p, plan.config, partials, stream);
+      break;
+    case Path::kTile:
+      gemm_detail::launch_tile(p, plan.config, partials, stream);
+      break;
+    case Path::kSimple:
+      return multiply_simply(p, plan, workspace, stream);
+    case Path::kLibrary:
+      if (!multiply_by_library(p, plan, workspace, stream))
+        multiply_simply(p, plan, workspace, stream);
+      return;
+  }
+  if (!plan.config.fused)
+    gemm_detail::launch_finish(p, partials, plan.config.split ? plan.config.segments : 1, stream);
+}
+
+}  // namespace ridgeline

@@ -1,0 +1,43 @@
+#pragma once
+#include "device/launch.cuh"
+#include "kernels/gemm_config.h"
+
+/// The kernels that gemm() is made of, one file each. `partials` is float32 [segments, M, N].
+namespace ridgeline::gemm_detail {
+
+/// Lets a kernel take more than 48 KB of shared memory. The limit is a property of the kernel on
+/// the current device, so it is set ahead of every launch.
+template <class Params>
+void allow_shared(void (*kernel)(Params), std::size_t bytes) {
+  device::cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          static_cast<int>(bytes)),
+                     "linear: shared memory");
+}
+
+/// Tensor cores; x of the output's dtype, it and its rows aligned to 16 bytes, and so far readable.
+void launch_stream(const GemmParams& params, const gemm_config::Config& config, float* partials,
+                   Stream stream);
+void launch_tile(const GemmParams& params, const gemm_config::Config& config, float* partials,
+                 Stream stream);
+
+/// Any alignment, float32 arithmetic.
+void launch_simple(const GemmParams& params, float* partials, Stream stream);
+
+/// Rows of x as [M, stride] of the output's dtype: normalized, permuted, expanded from e4m3, padded
+/// with zeros to `stride`.
+void launch_prepare(const GemmParams& params, void* prepared, std::int64_t stride, Stream stream);
+
+/// The epilogue over float32 partials of `segments` segments, or over a product [M, N] of the
+/// output's dtype (segments = 0) whose bias is in it already.
+void launch_finish(const GemmParams& params, const void* partials, int segments, Stream stream);
+
+/// Whether cuBLASLt can be opened in this process.
+bool library_available();
+
+constexpr std::size_t kLibraryWorkspace = 32 << 20;  // what cuBLAS itself takes on Hopper
+
+/// product = x W^T + bias (+ residual where no activation stands between), by cuBLASLt. False if it
+/// has no algorithm for the case; then nothing was enqueued.
+bool launch_library(const GemmParams& params, void* product, void* workspace, Stream stream);
+
+}  // namespace ridgeline::gemm_detail

@@ -1,0 +1,200 @@
+#include <dlfcn.h>
+
+#include <array>
+#include <map>
+#include <mutex>
+#include <optional>
+
+#include "device/launch.cuh"
+#include "kernels/cublaslt_api.h"
+#include "kernels/gemm_launch.cuh"
+
+namespace ridgeline::gemm_detail {
+namespace {
+
+using namespace cublaslt;
+
+/// The functions of the cuBLASLt that PyTorch has loaded, or of one that the loader finds; nothing
+/// if there is none or it lacks one of them.
+std::optional<Api> open_api() {
+  void* library = nullptr;
+  for (const int flags : {RTLD_NOW | RTLD_NOLOAD, RTLD_NOW})
+    for (const char* name : {"libcublasLt.so.13", "libcublasLt.so.12"})
+      if (library == nullptr) library = dlopen(name, flags);
+  if (library == nullptr) return std::nullopt;
+  Api api{};
+  bool complete = true;
+  const auto find = [&](auto& function, const char* name) {
+    function = reinterpret_cast<std::remove_reference_t<decltype(function)>>(dlsym(library, name));
+    complete = complete && function != nullptr;
+  };
+  find(api.cublasLtCreate, "cublasLtCreate");
+  find(api.cublasLtMatmulDescCreate, "cublasLtMatmulDescCreate");
+  find(api.cublasLtMatmulDescDestroy, "cublasLtMatmulDescDestroy");
+  find(api.cublasLtMatmulDescSetAttribute, "cublasLtMatmulDescSetAttribute");
+  find(api.cublasLtMatrixLayoutCreate, "cublasLtMatrixLayoutCreate");
+  find(api.cublasLtMatrixLayoutDestroy, "cublasLtMatrixLayoutDestroy");
+  find(api.cublasLtMatmulPreferenceCreate, "cublasLtMatmulPreferenceCreate");
+  find(api.cublasLtMatmulPreferenceDestroy, "cublasLtMatmulPreferenceDestroy");
+  find(api.cublasLtMatmulPreferenceSetAttribute, "cublasLtMatmulPreferenceSetAttribute");
+  find(api.cublasLtMatmulAlgoGetHeuristic, "cublasLtMatmulAlgoGetHeuristic");
+  find(api.cublasLtMatmul, "cublasLtMatmul");
+  return complete ? std::optional<Api>(api) : std::nullopt;
+}
+
+const std::optional<Api>& api() {
+  static const std::optional<Api> opened = open_api();
+  return opened;
+}
+
+void library_check(Status status, const char* what) {
+  if (status != 0)
+    throw std::runtime_error(std::string("cuBLASLt: ") + what + " failed, status " +
+                             std::to_string(status));
+}
+
+/// One call's descriptors, destroyed with it. Row-major y = x W^T is column-major y^T = W x^T.
+class Problem {
+ public:
+  Problem(const GemmParams& p, bool adds_residual) : api_(*api()) {
+    const DataType type = p.dtype == DType::kFloat32   ? kReal32F
+                          : p.dtype == DType::kFloat16 ? kReal16F
+                                                       : kReal16BF;
+    library_check(api_.cublasLtMatmulDescCreate(&desc, kCompute32F, kReal32F),
+                  "cublasLtMatmulDescCreate");
+    set(kTransA, kOpT);
+    set(kTransB, kOpN);
+    set(kEpilogue, p.bias ? kEpilogueBias : kEpilogueDefault);
+    if (p.bias) set(kBiasPointer, p.bias);
+    create(weight, type, p.K, p.N, p.weight.stride_row);
+    create(x, type, p.K, p.M, p.M > 1 ? p.x.stride_row : p.K);
+    create(residual, type, p.N, p.M, adds_residual && p.M > 1 ? p.stride_residual : p.N);
+    create(product, type, p.N, p.M, p.N);
+  }
+  Problem(const Problem&) = delete;
+  Problem& operator=(const Problem&) = delete;
+  ~Problem() {
+    for (const Layout layout : {weight, x, residual, product})
+      api_.cublasLtMatrixLayoutDestroy(layout);
+    api_.cublasLtMatmulDescDestroy(desc);
+  }
+
+  Desc desc = nullptr;
+  Layout weight = nullptr, x = nullptr, residual = nullptr, product = nullptr;
+
+ private:
+  template <class Value>
+  void set(DescAttribute attribute, Value value) {
+    library_check(api_.cublasLtMatmulDescSetAttribute(desc, attribute, &value, sizeof value),
+                  "a matmul attribute");
+  }
+  void create(Layout& layout, DataType type, std::int64_t rows, std::int64_t columns,
+              std::int64_t stride) {
+    library_check(
+        api_.cublasLtMatrixLayoutCreate(&layout, type, rows, columns, std::max(stride, rows)),
+        "cublasLtMatrixLayoutCreate");
+  }
+
+  const Api& api_;
+};
+
+/// What an algorithm was chosen for: device, shape, strides, the alignment of the addresses.
+using Key = std::array<std::int64_t, 13>;
+
+/// The largest power of two up to 256 that divides the address.
+std::int64_t alignment_of(const void* address) {
+  const auto value = reinterpret_cast<std::uintptr_t>(address) | 256u;
+  return static_cast<std::int64_t>(value & (~value + 1));
+}
+
+/// A handle a device and an algorithm a shape, each made once; any thread.
+class Library {
+ public:
+  Handle handle(int device) {
+    const std::lock_guard lock(mutex_);
+    Handle& handle = handles_[device];
+    if (handle == nullptr) library_check(api()->cublasLtCreate(&handle), "cublasLtCreate");
+    return handle;
+  }
+
+  /// No algorithm if the heuristic has none.
+  std::optional<Algo> algo(Handle handle, const Problem& problem, const Key& key) {
+    const std::lock_guard lock(mutex_);
+    const auto found = algos_.find(key);
+    if (found != algos_.end()) return found->second;
+    return algos_[key] = ask(handle, problem, key);
+  }
+
+ private:
+  static std::optional<Algo> ask(Handle handle, const Problem& problem, const Key& key) {
+    Preference preference = nullptr;
+    library_check(api()->cublasLtMatmulPreferenceCreate(&preference),
+                  "cublasLtMatmulPreferenceCreate");
+    const auto set = [&](PreferenceAttribute attribute, auto value) {
+      library_check(
+          api()->cublasLtMatmulPreferenceSetAttribute(preference, attribute, &value, sizeof value),
+          "a matmul preference");
+    };
+    set(kMaxWorkspaceBytes, kLibraryWorkspace);
+    set(kMinAlignmentA, static_cast<std::uint32_t>(key[9]));
+    set(kMinAlignmentB, static_cast<std::uint32_t>(key[10]));
+    set(kMinAlignmentC, static_cast<std::uint32_t>(key[11]));
+    set(kMinAlignmentD, static_cast<std::uint32_t>(key[12]));
+    HeuristicResult result{};
+    int count = 0;
+    const Status status = api()->cublasLtMatmulAlgoGetHeuristic(
+        handle, problem.desc, problem.weight, problem.x, problem.residual, problem.product,
+        preference, 1, &result, &count);
+    api()->cublasLtMatmulPreferenceDestroy(preference);
+    if (status != 0 || count == 0 || result.state != 0) return std::nullopt;
+    return result.algo;
+  }
+
+  std::mutex mutex_;  // guards both maps
+  std::map<int, Handle> handles_;
+  std::map<Key, std::optional<Algo>> algos_;
+};
+
+Library& library() {
+  static Library* const instance = new Library;  // outlives the CUDA context's teardown
+  return *instance;
+}
+
+}  // namespace
+
+bool library_available() {
+  return api().has_value();
+}
+
+bool launch_library(const GemmParams& p, void* product, void* workspace, Stream stream) {
+  const bool adds_residual = p.residual != nullptr && p.activation == Activation::kNone;
+  const void* residual = adds_residual ? p.residual : product;
+  int device = 0;
+  device::cuda_check(cudaGetDevice(&device), "cudaGetDevice");
+  const Problem problem(p, adds_residual);
+  const Key key{device,
+                static_cast<std::int64_t>(p.dtype),
+                p.M,
+                p.N,
+                p.K,
+                p.x.stride_row,
+                p.weight.stride_row,
+                adds_residual ? p.stride_residual : 0,
+                p.bias != nullptr ? alignment_of(p.bias) : 0,
+                alignment_of(p.weight.data),
+                alignment_of(p.x.data),
+                alignment_of(residual),
+                alignment_of(product)};
+  const Handle handle = library().handle(device);
+  const std::optional<Algo> algo = library().algo(handle, problem, key);
+  if (!algo) return false;
+  const float one = 1.0f, beta = adds_residual ? 1.0f : 0.0f;
+  library_check(
+      api()->cublasLtMatmul(handle, problem.desc, &one, p.weight.data, problem.weight, p.x.data,
+                            problem.x, &beta, residual, problem.residual, product, problem.product,
+                            &*algo, workspace, kLibraryWorkspace, stream),
+      "cublasLtMatmul");
+  return true;
+}
+
+}  // namespace ridgeline::gemm_detail
