@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import operator
 import os
 import re
 import shutil
@@ -93,6 +95,34 @@ def test_reasons_in_order(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
     monkeypatch.setattr(_loader, "_cuda_version_of_driver", lambda: driver)
     assert re.search(reason, _loader._reason_not_to_load(part))
+
+
+def stub_names(body: list[ast.stmt], prefix: str = "") -> set[str]:
+    """Dotted names of the classes, functions and attributes that a stub declares."""
+    names = set()
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            names |= {prefix + node.name} | stub_names(node.body, f"{prefix}{node.name}.")
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names.add(prefix + node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(prefix + node.target.id)
+    return names
+
+
+def test_the_stub_of_the_core_is_true() -> None:
+    """mypy believes the stub; this holds it to the module, in both directions."""
+    stub = Path(ridgeline.__file__).parent / "_C.pyi"
+    declared = stub_names(ast.parse(stub.read_text()).body)
+    for name in declared:
+        if name.rpartition(".")[2].startswith("__"):
+            continue  # a protocol of the interpreter: __buffer__ has no name before Python 3.12
+        operator.attrgetter(name)(ridgeline._C)
+    engine = ridgeline._C.engine
+    for kind in (value for value in vars(engine).values() if isinstance(value, type)):
+        public = {name for name in vars(kind) if not name.startswith("_")}
+        missing = {f"engine.{kind.__name__}.{name}" for name in public} - declared
+        assert f"engine.{kind.__name__}" in declared and not missing
 
 
 # ---- Loading the CUDA part --------------------------------------------------------------------
