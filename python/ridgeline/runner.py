@@ -111,7 +111,8 @@ class Runner:
         step = _StepArrays(arena, index)
         self._apply_lists(step)
         if key is None:
-            hidden = self._hidden(step, max(batch.max_q, 1))
+            blocks = -(-batch.max_seq_len // self._cache.block_size)
+            hidden = self._hidden(step, batch.max_q, blocks)
             logits = None
         else:
             assert self._graphs is not None
@@ -156,8 +157,11 @@ class Runner:
                 k, v, k_scale, v_scale = layer
                 ops.copy_blocks(k, v, copies, k_scale, v_scale)
 
-    def _hidden(self, step: _StepArrays, max_q: int) -> Tensor:
-        """The last layer's output at the tokens whose logits are wanted."""
+    def _hidden(self, step: _StepArrays, max_q: int, blocks: int) -> Tensor:
+        """The last layer's output at the tokens whose logits are wanted.
+
+        ``blocks``: no sequence has more. Attention takes workspace for so many.
+        """
         ids = step.input_ids
         if self.asynchronous:
             # A negative id stands for a token that the step before, maybe still running, sampled.
@@ -169,13 +173,13 @@ class Runner:
             slots=step.slots,
             seq_lens=step.seq_lens,
             cu_q=step.cu_q,
-            block_tables=self._buffers.block_tables.index_select(0, step.table_rows),
+            block_tables=self._buffers.block_tables[:, :blocks].index_select(0, step.table_rows),
             max_q=max_q,
         )
         return self._model.hidden_states(inputs, self._cache).index_select(0, step.logits_rows)
 
     def _logits(self, step: _StepArrays) -> Tensor:
-        return self._model.logits(self._hidden(step, 1))
+        return self._model.logits(self._hidden(step, 1, self._limits.max_blocks_per_seq))
 
     def _sample(
         self,
