@@ -15,7 +15,7 @@ _INTERVAL = 0.1
 class ProgressBar:
     """One line: requests done, tokens, tokens a second.
 
-    On a terminal it is drawn at most ten times a second, elsewhere once, at the end. With
+    On a terminal and in a notebook it is drawn ten times a second, elsewhere at the end. With
     ``tokens`` (the most that will come) the bar follows tokens, otherwise requests.
     """
 
@@ -24,7 +24,8 @@ class ProgressBar:
     ) -> None:
         self._requests, self._tokens = requests, tokens
         self._file = sys.stderr if file is None else file
-        self._interval = _INTERVAL if self._file.isatty() else float("inf")
+        live = self._file.isatty() or "ipykernel" in sys.modules
+        self._interval = _INTERVAL if live else float("inf")
         self._done = self._count = 0
         self._start = time.perf_counter()
         self._drawn = self._start
