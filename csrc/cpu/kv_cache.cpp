@@ -60,8 +60,8 @@ void rotate(const T* x, T* y, const Angles& angles, const KvWriteParams& params)
   for (int i = 0; i < half; ++i) {
     const float a = static_cast<float>(x[i * step]);
     const float b = static_cast<float>(x[i * step + other]);
-    y[i * step] = static_cast<T>(a * angles.cosine[i] - b * angles.sine[i]);
-    y[i * step + other] = static_cast<T>(b * angles.cosine[i] + a * angles.sine[i]);
+    y[i * step] = static_cast<T>(rotated_first(a, b, angles.cosine[i], angles.sine[i]));
+    y[i * step + other] = static_cast<T>(rotated_second(a, b, angles.cosine[i], angles.sine[i]));
   }
   if (x != y) std::copy(x + params.rotary_dim, x + params.head_dim, y + params.rotary_dim);
 }

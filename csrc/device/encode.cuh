@@ -14,7 +14,8 @@ __device__ __forceinline__ std::uint8_t encode_e4m3(float value) {
 
 /// The nearest integer in [-127, 127], ties to even; NaN gives 0.
 __device__ __forceinline__ std::int8_t encode_int8(float value) {
-  return static_cast<std::int8_t>(__float2int_rn(fminf(fmaxf(value == value ? value : 0.0f, -127.0f), 127.0f)));
+  return static_cast<std::int8_t>(
+      __float2int_rn(fminf(fmaxf(value == value ? value : 0.0f, -127.0f), 127.0f)));
 }
 
 /// Codes of several values: e4m3, or int8.

@@ -19,14 +19,19 @@ struct SumU64 {
 };
 struct MaxU64 {
   static constexpr std::uint64_t kIdentity = 0;
-  __device__ static std::uint64_t combine(std::uint64_t a, std::uint64_t b) { return a > b ? a : b; }
+  __device__ static std::uint64_t combine(std::uint64_t a, std::uint64_t b) {
+    return a > b ? a : b;
+  }
 };
 
-/// Orders (logit, id) pairs: the larger logit, of equal ones the lower id. Zero is below every pair.
+/// Orders (logit, id) pairs: the larger logit, of equal ones the lower id. Zero is below every
+/// pair.
 __device__ __forceinline__ std::uint64_t pair_key(float value, int id) {
   return (std::uint64_t{ordered_key(value)} << 32) | ~static_cast<std::uint32_t>(id);
 }
-__device__ __forceinline__ int id_of_pair(std::uint64_t key) { return static_cast<int>(~static_cast<std::uint32_t>(key)); }
+__device__ __forceinline__ int id_of_pair(std::uint64_t key) {
+  return static_cast<int>(~static_cast<std::uint32_t>(key));
+}
 __device__ __forceinline__ float value_of_pair(std::uint64_t key) {
   return from_ordered_key(static_cast<std::uint32_t>(key >> 32));
 }
@@ -35,8 +40,9 @@ __device__ __forceinline__ float value_of_pair(std::uint64_t key) {
 template <class T, int kPieces>
 constexpr int kLogitStep = kWarpSize * kPieces * Vec<T>::kSize;
 
-/// Calls fn(value, id) for each logit of a row, with value -inf for ids past the end, then after(first id) once a step,
-/// for all lanes together. A warp takes kLogitStep neighbouring ids a step, a thread meets its ids in rising order.
+/// Calls fn(value, id) for each logit of a row, with value -inf for ids past the end, then
+/// after(first id) once a step, for all lanes together. A warp takes kLogitStep neighbouring ids a
+/// step, a thread meets its ids in rising order.
 template <int kPieces, class T, class Fn, class After>
 __device__ __forceinline__ void for_each_logit(const T* row, int count, Fn&& fn, After&& after) {
   constexpr int kSize = Vec<T>::kSize, kStep = kLogitStep<T, kPieces>;
@@ -65,8 +71,9 @@ __device__ __forceinline__ void for_each_logit(const T* row, int count, Fn&& fn,
   }
 }
 
-/// A value that at least `wanted` logits of the row reach, little below the wanted-th largest: that many threads have a
-/// maximum of at least it. Requires: all threads call it; wanted <= kLogitThreads; largest is the row's.
+/// A value that at least `wanted` logits of the row reach, little below the wanted-th largest: that
+/// many threads have a maximum of at least it. Requires: all threads call it; wanted <=
+/// kLogitThreads; largest is the row's.
 __device__ __forceinline__ float bound_of_largest(float thread_max, float largest, int wanted) {
   constexpr int kHalvings = 16;  // of 2^32 keys: within 1/128 of an octave
   const std::uint32_t own = ordered_key(thread_max);

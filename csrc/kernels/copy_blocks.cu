@@ -8,11 +8,12 @@
 namespace ridgeline {
 namespace {
 
-// ---- Constants -------------------------------------------------------------------------------------------------
+// ---- Constants --------------------------------------------------------------------------------
 
 constexpr int kThreads = 256;
-constexpr int kInFlight = 4;                                  // 16-byte loads a thread has under way
-constexpr int kChunkUnits = kThreads * kInFlight;             // 16 KB a step: a 128 KB block feeds eight thread blocks
+constexpr int kInFlight = 4;  // 16-byte loads a thread has under way
+// 16 KB a step: a cache block of 128 KB feeds eight thread blocks.
+constexpr int kChunkUnits = kThreads * kInFlight;
 constexpr int kTensors = 4;
 
 struct CopyLaunch {
@@ -20,7 +21,7 @@ struct CopyLaunch {
   bool wide[kTensors];  // aligned for 16-byte accesses
 };
 
-// ---- Phases ----------------------------------------------------------------------------------------------------
+// ---- Phases -----------------------------------------------------------------------------------
 
 /// Where unit `unit` of a block lies, in bytes from the block's start.
 template <class Piece>
@@ -28,12 +29,14 @@ __device__ __forceinline__ std::int64_t offset_of(const BlockCopy& copy, std::ui
   const std::uint32_t in_row = copy.row_bytes / sizeof(Piece);
   const std::uint32_t row = unit / in_row;
   const std::uint32_t outer = row / copy.inner, inner = row % copy.inner;
-  return outer * copy.stride_outer + inner * copy.stride_inner + std::int64_t{unit % in_row} * sizeof(Piece);
+  return outer * copy.stride_outer + inner * copy.stride_inner +
+         std::int64_t{unit % in_row} * sizeof(Piece);
 }
 
 template <class Piece>
 __device__ void copy_pieces(const BlockCopy& copy, std::int64_t source, std::int64_t destination) {
-  const std::int64_t total = std::int64_t{copy.outer} * copy.inner * (copy.row_bytes / static_cast<int>(sizeof(Piece)));
+  const std::int64_t total =
+      std::int64_t{copy.outer} * copy.inner * (copy.row_bytes / static_cast<int>(sizeof(Piece)));
   const char* from = copy.data + source * copy.stride_block;
   char* to = copy.data + destination * copy.stride_block;
   for (std::int64_t start = std::int64_t{blockIdx.y} * kChunkUnits; start < total;
@@ -52,10 +55,12 @@ __device__ void copy_pieces(const BlockCopy& copy, std::int64_t source, std::int
   }
 }
 
-// ---- Kernel ----------------------------------------------------------------------------------------------------
+// ---- Kernel -----------------------------------------------------------------------------------
 
-/// Grid: pairs x chunks x tensors. A thread block copies every gridDim.y-th chunk of one block of one tensor.
-__global__ void __launch_bounds__(kThreads) copy_blocks_kernel(const __grid_constant__ CopyLaunch launch) {
+/// Grid: pairs x chunks x tensors. A thread block copies every gridDim.y-th chunk of one block of
+/// one tensor.
+__global__ void __launch_bounds__(kThreads)
+    copy_blocks_kernel(const __grid_constant__ CopyLaunch launch) {
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const BlockCopy& copy = launch.params.tensors[blockIdx.z];
@@ -71,11 +76,13 @@ __global__ void __launch_bounds__(kThreads) copy_blocks_kernel(const __grid_cons
   }
 }
 
-// ---- Launch ----------------------------------------------------------------------------------------------------
+// ---- Launch -----------------------------------------------------------------------------------
 
 bool is_wide(const BlockCopy& copy) {
   const auto address = static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(copy.data));
-  return (address | copy.stride_block | copy.stride_outer | copy.stride_inner | copy.row_bytes) % 16 == 0;
+  return (address | copy.stride_block | copy.stride_outer | copy.stride_inner | copy.row_bytes) %
+             16 ==
+         0;
 }
 
 }  // namespace
@@ -88,13 +95,15 @@ void copy_blocks(const CopyBlocksParams& params, Stream stream) {
     if (copy.data == nullptr) continue;
     launch.wide[i] = is_wide(copy);
     const std::int64_t bytes = std::int64_t{copy.outer} * copy.inner * copy.row_bytes;
-    units = std::max(units, std::int64_t{checked_int32(bytes, "bytes of a block")} / (launch.wide[i] ? 16 : 1));
+    units = std::max(
+        units, std::int64_t{checked_int32(bytes, "bytes of a block")} / (launch.wide[i] ? 16 : 1));
   }
   if (params.pairs == 0 || units == 0) return;
   constexpr std::int64_t kMaxChunks = 256;
   const std::int64_t chunks = std::min(ceil_div(units, std::int64_t{kChunkUnits}), kMaxChunks);
   const dim3 grid(checked_int32(params.pairs, "pairs"), static_cast<unsigned>(chunks), kTensors);
-  device::launch_chained<copy_blocks_kernel>(grid, dim3(kThreads), 0, stream, launch, "copy_blocks");
+  device::launch_chained<copy_blocks_kernel>(grid, dim3(kThreads), 0, stream, launch,
+                                             "copy_blocks");
 }
 
 }  // namespace ridgeline

@@ -13,12 +13,13 @@
 namespace ridgeline {
 namespace {
 
-// ---- Constants -------------------------------------------------------------------------------------------------
+// ---- Constants --------------------------------------------------------------------------------
 
-constexpr int kThreads = 128;  // one token of 48 heads spreads over three SMs, 64 tokens over all of them
+constexpr int kThreads = 128;  // one token of 48 heads takes three SMs, 64 tokens take all
 
-/// A lane's share of a head vector is this many pairs of pieces: of 16-byte pieces one a lane covers 256 elements with
-/// a warp (of fp32, the widest, in 32 pairs); of single elements, where alignment allows no more, four.
+/// A lane's share of a head vector is this many pairs of pieces: of 16-byte pieces one a lane
+/// covers 256 elements with a warp (of fp32, the widest, in 32 pairs); of single elements, where
+/// alignment allows no more, four.
 template <int kVec>
 constexpr int kUnits = kVec == 1 ? kMaxKvHeadDim / 2 / device::kWarpSize : 1;
 
@@ -29,27 +30,11 @@ struct KvWriteLaunch {
   std::int32_t vectors;  // tokens * heads
 };
 
-// ---- Phases ----------------------------------------------------------------------------------------------------
+// ---- Phases -----------------------------------------------------------------------------------
 
 __device__ __forceinline__ std::int64_t index_at(const void* indices, DType dtype, std::int64_t i) {
   return dtype == DType::kInt64 ? static_cast<const std::int64_t*>(indices)[i]
                                 : static_cast<const std::int32_t*>(indices)[i];
-}
-
-/// kVec elements, moved as one access.
-template <class T, int kVec>
-struct alignas(kVec * sizeof(T) < 16 ? kVec * sizeof(T) : 16) Piece {
-  T data[kVec];
-};
-
-template <class T, int kVec>
-__device__ __forceinline__ Piece<T, kVec> load_piece(const T* p) {
-  return *reinterpret_cast<const Piece<T, kVec>*>(p);
-}
-
-template <class T, int kVec>
-__device__ __forceinline__ void store_piece(T* p, const Piece<T, kVec>& piece) {
-  *reinterpret_cast<Piece<T, kVec>*>(p) = piece;
 }
 
 /// Two pieces of a head vector that rotate together, or two neighbours behind the rotated part.
@@ -57,7 +42,7 @@ template <class T, int kVec>
 struct Unit {
   int first, second;  // elements; at or past the end: absent
   bool rotated;
-  Piece<T, kVec> a, b;
+  device::Vec<T, kVec> a, b;
 
   Unit() = default;
   __device__ Unit(const KvWriteParams& params, int index) {
@@ -68,24 +53,25 @@ struct Unit {
   }
 
   __device__ void load(const T* vector, int head_dim) {
-    if (first < head_dim) a = load_piece<T, kVec>(vector + first);
-    if (second < head_dim) b = load_piece<T, kVec>(vector + second);
+    if (first < head_dim) a = device::load_vec<kVec>(vector + first);
+    if (second < head_dim) b = device::load_vec<kVec>(vector + second);
   }
 
   __device__ void store(T* vector, int head_dim) const {
-    if (first < head_dim) store_piece<T, kVec>(vector + first, a);
-    if (second < head_dim) store_piece<T, kVec>(vector + second, b);
+    if (first < head_dim) device::store(vector + first, a);
+    if (second < head_dim) device::store(vector + second, b);
   }
 
-  /// Rotates pairs (x, y) of the two pieces: element j of both, or, interleaved, neighbours of a, then of b.
+  /// Rotates pairs (x, y) of the two pieces: element j of both, or, interleaved, neighbours of a,
+  /// then of b.
   template <class C>
   __device__ void rotate(const C* cosines, int index, int half, bool interleaved) {
-    const Piece<C, kVec> cosine = load_piece<C, kVec>(cosines + index * kVec);
-    const Piece<C, kVec> sine = load_piece<C, kVec>(cosines + half + index * kVec);
+    const device::Vec<C, kVec> cosine = device::load_vec<kVec>(cosines + index * kVec);
+    const device::Vec<C, kVec> sine = device::load_vec<kVec>(cosines + half + index * kVec);
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       if (interleaved && kVec > 1) {
-        Piece<T, kVec>& piece = j < kVec / 2 ? a : b;
+        device::Vec<T, kVec>& piece = j < kVec / 2 ? a : b;
         const int i = 2 * j % kVec;
         rotate_pair(piece.data[i], piece.data[(i + 1) % kVec], cosine.data[j], sine.data[j]);
       } else {
@@ -98,8 +84,8 @@ struct Unit {
   __device__ static void rotate_pair(T& x, T& y, C cosine, C sine) {
     const float a = device::to_float(x), b = device::to_float(y);
     const float c = device::to_float(cosine), s = device::to_float(sine);
-    x = device::from_float<T>(a * c - b * s);
-    y = device::from_float<T>(b * c + a * s);
+    x = device::from_float<T>(rotated_first(a, b, c, s));
+    y = device::from_float<T>(rotated_second(a, b, c, s));
   }
 
   /// The largest magnitude as bits: NaN is above infinity and infinity above all else.
@@ -114,16 +100,18 @@ struct Unit {
   }
 
   __device__ void store_codes(std::uint8_t* vector, float scale, bool fp8, int head_dim) const {
-    if (first < head_dim) store_piece<std::uint8_t, kVec>(vector + first, codes(a, scale, fp8));
-    if (second < head_dim) store_piece<std::uint8_t, kVec>(vector + second, codes(b, scale, fp8));
+    if (first < head_dim) device::store(vector + first, codes(a, scale, fp8));
+    if (second < head_dim) device::store(vector + second, codes(b, scale, fp8));
   }
 
-  __device__ static Piece<std::uint8_t, kVec> codes(const Piece<T, kVec>& piece, float scale, bool fp8) {
-    Piece<std::uint8_t, kVec> out;
+  __device__ static device::Vec<std::uint8_t, kVec> codes(const device::Vec<T, kVec>& piece,
+                                                          float scale, bool fp8) {
+    device::Vec<std::uint8_t, kVec> out;
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       const float value = scale == 0.0f ? 0.0f : device::to_float(piece.data[j]) / scale;
-      out.data[j] = fp8 ? device::encode_e4m3(value) : static_cast<std::uint8_t>(device::encode_int8(value));
+      out.data[j] =
+          fp8 ? device::encode_e4m3(value) : static_cast<std::uint8_t>(device::encode_int8(value));
     }
     return out;
   }
@@ -133,22 +121,26 @@ struct Unit {
 struct CachePlace {
   std::int64_t element, scale;
 
-  __device__ CachePlace(const CacheView& cache, std::uint32_t slot, std::uint32_t block_size, int head) {
+  __device__ CachePlace(const CacheView& cache, std::uint32_t slot, std::uint32_t block_size,
+                        int head) {
     const std::int64_t block = slot / block_size, offset = slot % block_size;
     element = block * cache.stride_block + offset * cache.stride_slot + head * cache.stride_head;
-    scale = block * cache.scale_stride_block + offset * cache.scale_stride_slot + head * cache.scale_stride_head;
+    scale = block * cache.scale_stride_block + offset * cache.scale_stride_slot +
+            head * cache.scale_stride_head;
   }
 };
 
-/// Writes the units of one head vector to its slot. All lanes of the warp call it; `active` ones have a vector whose
-/// slot is in the cache.
+/// Writes the units of one head vector to its slot. All lanes of the warp call it; `active` ones
+/// have a vector whose slot is in the cache.
 template <class T, int kVec>
-__device__ void store_to_cache(const Unit<T, kVec> (&units)[kUnits<kVec>], const CacheView& cache, const CachePlace& at,
-                               DType cache_dtype, int head_dim, int lanes, int lane, bool active) {
+__device__ void store_to_cache(const Unit<T, kVec> (&units)[kUnits<kVec>], const CacheView& cache,
+                               const CachePlace& at, DType cache_dtype, int head_dim, int lanes,
+                               int lane, bool active) {
   if (cache.scale == nullptr) {
     if (!active) return;
 #pragma unroll
-    for (int i = 0; i < kUnits<kVec>; ++i) units[i].store(static_cast<T*>(cache.data) + at.element, head_dim);
+    for (int i = 0; i < kUnits<kVec>; ++i)
+      units[i].store(static_cast<T*>(cache.data) + at.element, head_dim);
     return;
   }
   const bool fp8 = cache_dtype == DType::kFloat8E4M3;
@@ -158,23 +150,27 @@ __device__ void store_to_cache(const Unit<T, kVec> (&units)[kUnits<kVec>], const
     if (active) largest = max(largest, units[i].largest(head_dim));
   largest = device::group_max(largest, lanes);
   if (!active) return;
-  const __nv_bfloat16 scale = __float2bfloat16_rn(__uint_as_float(largest) / (fp8 ? 448.0f : 127.0f));
+  const __nv_bfloat16 scale =
+      __float2bfloat16_rn(__uint_as_float(largest) / (fp8 ? 448.0f : 127.0f));
   if (lane == 0) static_cast<__nv_bfloat16*>(cache.scale)[at.scale] = scale;
 #pragma unroll
   for (int i = 0; i < kUnits<kVec>; ++i)
-    units[i].store_codes(static_cast<std::uint8_t*>(cache.data) + at.element, __bfloat162float(scale), fp8, head_dim);
+    units[i].store_codes(static_cast<std::uint8_t*>(cache.data) + at.element,
+                         __bfloat162float(scale), fp8, head_dim);
 }
 
-// ---- Kernel ----------------------------------------------------------------------------------------------------
+// ---- Kernel -----------------------------------------------------------------------------------
 
-/// Grid: enough blocks for a group of lanes to each head vector of q, k and v. A lane owns pairs of pieces that rotate
-/// together, so nothing is exchanged but the largest magnitude of a vector that is quantised. No shared memory.
+/// Grid: enough blocks for a group of lanes to each head vector of q, k and v. A lane owns pairs of
+/// pieces that rotate together, so nothing is exchanged but the largest magnitude of a vector that
+/// is quantised. No shared memory.
 template <class T, int kVec>
-__global__ void __launch_bounds__(kThreads) kv_write_kernel(const __grid_constant__ KvWriteLaunch launch) {
+__global__ void __launch_bounds__(kThreads)
+    kv_write_kernel(const __grid_constant__ KvWriteLaunch launch) {
   const KvWriteParams& params = launch.params;
   const int lane = threadIdx.x % launch.lanes;
   const std::int64_t wanted = (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) / launch.lanes;
-  const bool present = wanted < launch.vectors;  // the others still join the reductions of their warp
+  const bool present = wanted < launch.vectors;  // the others still join their warp's reductions
   const int vector = present ? static_cast<int>(wanted) : 0;
   const std::int64_t token = vector / launch.heads;
   int head = vector % launch.heads;
@@ -184,7 +180,8 @@ __global__ void __launch_bounds__(kThreads) kv_write_kernel(const __grid_constan
   if (is_v) head -= params.k.heads;
   const HeadsView& view = is_q ? params.q : is_v ? params.v : params.k;
   const bool in_place = is_q || params.slots == nullptr;
-  const int head_dim = in_place ? params.rotary_dim : params.head_dim;  // what is behind stays where it is
+  // In place, what is behind the rotated part stays as it is.
+  const int head_dim = in_place ? params.rotary_dim : params.head_dim;
 
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
@@ -205,9 +202,11 @@ __global__ void __launch_bounds__(kThreads) kv_write_kernel(const __grid_constan
       if (!units[i].rotated) continue;
       const int index = lane + i * launch.lanes, half = params.rotary_dim / 2;
       if (params.table_dtype == params.dtype)
-        units[i].rotate(static_cast<const T*>(params.cos_sin) + row, index, half, params.interleaved);
+        units[i].rotate(static_cast<const T*>(params.cos_sin) + row, index, half,
+                        params.interleaved);
       else
-        units[i].rotate(static_cast<const float*>(params.cos_sin) + row, index, half, params.interleaved);
+        units[i].rotate(static_cast<const float*>(params.cos_sin) + row, index, half,
+                        params.interleaved);
     }
   }
   if (in_place && present) {
@@ -215,20 +214,26 @@ __global__ void __launch_bounds__(kThreads) kv_write_kernel(const __grid_constan
     for (int i = 0; i < kUnits<kVec>; ++i) units[i].store(source, head_dim);
   }
   if (params.slots == nullptr) return;
-  const std::int64_t slot = present && !in_place ? index_at(params.slots, params.index_dtype, token) : -1;
+  const std::int64_t slot =
+      present && !in_place ? index_at(params.slots, params.index_dtype, token) : -1;
   const bool active = slot >= 0 && slot < params.num_slots;
   const CacheView& cache = is_v ? params.v_cache : params.k_cache;
-  const CachePlace at(cache, active ? static_cast<std::uint32_t>(slot) : 0, params.block_size, head);
-  store_to_cache<T, kVec>(units, cache, at, params.cache_dtype, head_dim, launch.lanes, lane, active);
+  const CachePlace at(cache, active ? static_cast<std::uint32_t>(slot) : 0, params.block_size,
+                      head);
+  store_to_cache<T, kVec>(units, cache, at, params.cache_dtype, head_dim, launch.lanes, lane,
+                          active);
 }
 
-// ---- Launch ----------------------------------------------------------------------------------------------------
+// ---- Launch -----------------------------------------------------------------------------------
 
 bool multiple_of(std::int64_t divisor, std::initializer_list<std::int64_t> values) {
-  return std::all_of(values.begin(), values.end(), [&](std::int64_t value) { return value % divisor == 0; });
+  return std::all_of(values.begin(), values.end(),
+                     [&](std::int64_t value) { return value % divisor == 0; });
 }
 
-std::int64_t address(const void* p) { return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(p)); }
+std::int64_t address(const void* p) {
+  return static_cast<std::int64_t>(reinterpret_cast<std::uintptr_t>(p));
+}
 
 /// Whether pieces of `elements` elements are aligned everywhere.
 bool takes_pieces(const KvWriteParams& p, int elements) {
@@ -239,13 +244,15 @@ bool takes_pieces(const KvWriteParams& p, int elements) {
   };
   const auto cache_fits = [&](const CacheView& view) {
     return p.slots == nullptr ||
-           (multiple_of(static_cast<std::int64_t>(elements * size_of(p.cache_dtype)), {address(view.data)}) &&
+           (multiple_of(static_cast<std::int64_t>(elements * size_of(p.cache_dtype)),
+                        {address(view.data)}) &&
             multiple_of(elements, {view.stride_block, view.stride_slot, view.stride_head}));
   };
-  const bool table_fits =
-      p.rotary_dim == 0 || (multiple_of(16, {address(p.cos_sin)}) && multiple_of(elements, {p.stride_cos_sin}));
-  return multiple_of(elements, {p.head_dim, p.rotary_dim / 2}) && heads_fit(p.q) && heads_fit(p.k) && heads_fit(p.v) &&
-         cache_fits(p.k_cache) && cache_fits(p.v_cache) && table_fits;
+  const bool table_fits = p.rotary_dim == 0 || (multiple_of(16, {address(p.cos_sin)}) &&
+                                                multiple_of(elements, {p.stride_cos_sin}));
+  return multiple_of(elements, {p.head_dim, p.rotary_dim / 2}) && heads_fit(p.q) &&
+         heads_fit(p.k) && heads_fit(p.v) && cache_fits(p.k_cache) && cache_fits(p.v_cache) &&
+         table_fits;
 }
 
 template <class T, int kVec>
@@ -259,8 +266,8 @@ void launch_write(const KvWriteParams& params, Stream stream) {
   const std::int32_t vectors = checked_int32(params.tokens * heads, "tokens * heads");
   const KvWriteLaunch launch{.params = params, .lanes = lanes, .heads = heads, .vectors = vectors};
   const std::int64_t blocks = ceil_div(std::int64_t{vectors} * lanes, std::int64_t{kThreads});
-  device::launch_chained<kv_write_kernel<T, kVec>>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream, launch,
-                                                   "write_kv");
+  device::launch_chained<kv_write_kernel<T, kVec>>(dim3(static_cast<unsigned>(blocks)),
+                                                   dim3(kThreads), 0, stream, launch, "write_kv");
 }
 
 }  // namespace

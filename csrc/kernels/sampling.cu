@@ -11,20 +11,22 @@
 namespace ridgeline {
 namespace {
 
-// ---- Constants -------------------------------------------------------------------------------------------------
+// ---- Constants --------------------------------------------------------------------------------
 
 using device::kLogitThreads;
 using device::kWarpSize;
 
 constexpr float kLog2E = 1.4426950408889634f;
-constexpr int kTile = kMaxVocabulary / kLogitThreads;  // ids to a bin of mass: one thread a bin, then one thread an id
-constexpr int kMaxBound = kLogitThreads / 2;           // the largest top_k that thread maxima bound usefully
-constexpr int kTopPBound = 256;                        // candidates wanted for top_p alone
+// Ids to a bin of mass: one thread a bin, then one thread an id.
+constexpr int kTile = kMaxVocabulary / kLogitThreads;
+constexpr int kMaxBound = kLogitThreads / 2;  // the largest top_k that thread maxima bound usefully
+constexpr int kTopPBound = 256;               // candidates wanted for top_p alone
 static_assert(kTile == kLogitThreads);
-static_assert(kTile % device::kLogitStep<float, 4> == 0 && kTile % device::kLogitStep<__half, 4> == 0,
+static_assert(kTile % device::kLogitStep<float, 4> == 0 &&
+                  kTile % device::kLogitStep<__half, 4> == 0,
               "a step of a warp lies in one bin");
 
-// ---- Shared memory ---------------------------------------------------------------------------------------------
+// ---- Shared memory ----------------------------------------------------------------------------
 
 struct Shared {
   device::Candidates candidates;
@@ -34,10 +36,10 @@ struct Shared {
   int hit;
 };
 
-// ---- Phases ----------------------------------------------------------------------------------------------------
+// ---- Phases -----------------------------------------------------------------------------------
 
-/// What is drawn from: the row's logits after penalties, bias and mask. Addresses beside the logits are computed when
-/// they are needed: registers are what a block of 1024 threads is short of.
+/// What is drawn from: the row's logits after penalties, bias and mask. Addresses beside the logits
+/// are computed when they are needed: registers are what a block of 1024 threads is short of.
 template <class T, bool kAdjusted>
 struct Row {
   const SampleParams& params;
@@ -60,14 +62,16 @@ struct Row {
         x = penalised_logit(x, count, penalty[0], penalty[1], penalty[2]);
       }
       if (params.bias != nullptr) x += params.bias[index * params.stride_bias + id];
-      if (params.mask != nullptr && !params.mask[index * params.stride_mask + id]) x = kNegativeInfinity;
+      if (params.mask != nullptr && !params.mask[index * params.stride_mask + id])
+        x = kNegativeInfinity;
     }
     return clean_logit(x);
   }
 
   __device__ float at(int id) const { return adjusted(device::to_float(logits[id]), id); }
 
-  /// kPieces 16-byte loads a lane in flight. Adjusted rows read up to four arrays beside, so one is enough.
+  /// kPieces 16-byte loads a lane in flight. Adjusted rows read up to four arrays beside, so one is
+  /// enough.
   template <int kPieces, class Fn, class After>
   __device__ __forceinline__ void for_each(Fn&& fn, After&& after) const {
     device::for_each_logit<kAdjusted ? 1 : kPieces>(
@@ -95,7 +99,8 @@ struct Mass {
 
 /// Adds up the masses of tokens of at least a value, by tiles of ids.
 template <class R>
-__device__ void fill_bins(const R& row, bool from_candidates, float at_least, const Mass& mass, Shared& shared) {
+__device__ void fill_bins(const R& row, bool from_candidates, float at_least, const Mass& mass,
+                          Shared& shared) {
   shared.bins[threadIdx.x] = 0;
   __syncthreads();  // the bins are empty
   auto* bins = reinterpret_cast<unsigned long long*>(shared.bins);
@@ -106,11 +111,12 @@ __device__ void fill_bins(const R& row, bool from_candidates, float at_least, co
   } else {
     std::uint64_t sum = 0;
     row.template for_each<2>([&](float x, int) { sum += x >= at_least ? mass(x) : 0; },
-                 [&](int start) {
-                   const std::uint64_t total = device::warp_reduce<device::SumU64>(sum);
-                   if (threadIdx.x % kWarpSize == 0) atomicAdd(&bins[start / kTile], total);
-                   sum = 0;
-                 });
+                             [&](int start) {
+                               const std::uint64_t total = device::warp_reduce<device::SumU64>(sum);
+                               if (threadIdx.x % kWarpSize == 0)
+                                 atomicAdd(&bins[start / kTile], total);
+                               sum = 0;
+                             });
   }
   __syncthreads();  // the bins are full
 }
@@ -133,7 +139,8 @@ struct Scan {
 
 /// The first id at which the running mass passes random / 2^64 of the whole.
 template <class R>
-__device__ int draw(const R& row, float at_least, const Mass& mass, std::uint64_t random, Shared& shared) {
+__device__ int draw(const R& row, float at_least, const Mass& mass, std::uint64_t random,
+                    Shared& shared) {
   const std::uint64_t own_bin = shared.bins[threadIdx.x];
   const Scan bins(own_bin, shared);
   const std::uint64_t target = scale_random(random, bins.total);
@@ -154,7 +161,8 @@ __device__ int draw(const R& row, float at_least, const Mass& mass, std::uint64_
 
 /// Masses of everything, the bound and the candidates that reach it: one pass.
 template <class R>
-__device__ std::uint64_t collect(const R& row, float bound, bool wants_total, const Mass& mass, Shared& shared) {
+__device__ std::uint64_t collect(const R& row, float bound, bool wants_total, const Mass& mass,
+                                 Shared& shared) {
   if (threadIdx.x == 0) shared.candidates.count = 0;
   __syncthreads();  // the list is empty
   std::uint64_t sum[1] = {};
@@ -173,44 +181,53 @@ struct Threshold {
 
 /// Where top_k and top_p cut.
 template <class R>
-__device__ Threshold truncate(const R& row, int top_k, float top_p, float thread_max, const Mass& mass,
-                              Shared& shared) {
+__device__ Threshold truncate(const R& row, int top_k, float top_p, float thread_max,
+                              const Mass& mass, Shared& shared) {
   const bool has_k = top_k > 0 && top_k < row.vocab;
   const int wanted = has_k ? top_k : kTopPBound;
   const bool bounded = wanted <= kMaxBound;
-  const float bound = bounded ? device::bound_of_largest(thread_max, mass.largest, wanted) : -kNegativeInfinity;
+  const float bound =
+      bounded ? device::bound_of_largest(thread_max, mass.largest, wanted) : -kNegativeInfinity;
   std::uint64_t total = collect(row, bound, !has_k, mass, shared);
   const bool listed = bounded && shared.candidates.complete();
   const std::uint32_t bottom = ordered_key(kNegativeInfinity), top = ordered_key(mass.largest) + 1;
-  const auto find = [&](bool in_list, device::Range range, std::uint64_t target, const Mass& weight) {
-    return device::find_threshold(row, shared.candidates, in_list, range, target, weight, shared.search);
+  const auto find = [&](bool in_list, device::Range range, std::uint64_t target,
+                        const Mass& weight) {
+    return device::find_threshold(row, shared.candidates, in_list, range, target, weight,
+                                  shared.search);
   };
 
   Threshold cut{kNegativeInfinity, false};
   if (has_k) {
     const Mass count{.counts = true};
-    cut = {find(listed, {listed ? ordered_key(bound) : bottom, top, 0}, static_cast<std::uint64_t>(top_k), count), listed};
+    cut = {find(listed, {listed ? ordered_key(bound) : bottom, top, 0},
+                static_cast<std::uint64_t>(top_k), count),
+           listed};
   }
   if (!(top_p < 1.0f)) return cut;
   const std::uint64_t listed_mass =
       listed ? device::weight_from(shared.candidates, cut.value, mass, shared.search) : 0;
-  if (has_k) total = listed ? listed_mass : device::weight_from(row, cut.value, mass, shared.search);
+  if (has_k)
+    total = listed ? listed_mass : device::weight_from(row, cut.value, mass, shared.search);
   const std::uint64_t target = max(scale_random(fraction_bits(top_p), total), std::uint64_t{1});
   const bool in_list = listed_mass >= target;
   // Below 42 / scale under the largest there is no mass left.
   const float floor = in_list ? bound : clean_logit(mass.largest - 42.0f / mass.scale);
   const device::Range range{max(max(bottom, ordered_key(floor)), ordered_key(cut.value)),
-                            listed && !in_list ? ordered_key(bound) : top, in_list ? 0 : listed_mass};
+                            listed && !in_list ? ordered_key(bound) : top,
+                            in_list ? 0 : listed_mass};
   return {find(in_list, range, target, mass), in_list};
 }
 
-// ---- Kernel ----------------------------------------------------------------------------------------------------
+// ---- Kernel -----------------------------------------------------------------------------------
 
-/// Grid: one block a row. First pass: the largest logit and each thread's own; a greedy row ends here. Second pass, with
-/// top_k or top_p: the logits above a bound that the threads' maxima give go to shared memory, and the rest of the work
-/// is done there; without: the mass of each tile of 1024 ids. Then one tile is read again and the token drawn from it.
+/// Grid: one block a row. First pass: the largest logit and each thread's own; a greedy row ends
+/// here. Second pass, with top_k or top_p: the logits above a bound that the threads' maxima give
+/// go to shared memory, and the rest of the work is done there; without: the mass of each tile of
+/// 1024 ids. Then one tile is read again and the token drawn from it.
 template <class T, bool kAdjusted>
-__global__ void __launch_bounds__(kLogitThreads) sample_kernel(const __grid_constant__ SampleParams params) {
+__global__ void __launch_bounds__(kLogitThreads)
+    sample_kernel(const __grid_constant__ SampleParams params) {
   __shared__ Shared shared;
   const std::int64_t index = blockIdx.x;
   ptx::launch_dependents();
@@ -225,7 +242,8 @@ __global__ void __launch_bounds__(kLogitThreads) sample_kernel(const __grid_cons
       best_id = id;
     }
   });
-  const std::uint64_t first = device::block_reduce<device::MaxU64>(device::pair_key(best, best_id), shared.search.partial[0]);
+  const std::uint64_t first = device::block_reduce<device::MaxU64>(device::pair_key(best, best_id),
+                                                                   shared.search.partial[0]);
   const float largest = device::value_of_pair(first), temperature = params.temperature[index];
   if (!(temperature >= kGreedyBelow) || largest == kNegativeInfinity) {
     if (threadIdx.x == 0) params.tokens[index] = device::id_of_pair(first);
@@ -237,7 +255,8 @@ __global__ void __launch_bounds__(kLogitThreads) sample_kernel(const __grid_cons
   const int top_k = params.top_k[index];
   const float top_p = params.top_p[index];
   Threshold cut{kNegativeInfinity, false};
-  if ((top_k > 0 && top_k < row.vocab) || top_p < 1.0f) cut = truncate(row, top_k, top_p, best, mass, shared);
+  if ((top_k > 0 && top_k < row.vocab) || top_p < 1.0f)
+    cut = truncate(row, top_k, top_p, best, mass, shared);
   fill_bins(row, cut.in_candidates, cut.value, mass, shared);
   const std::uint64_t random = random_bits(static_cast<std::uint64_t>(params.seeds[index]),
                                            static_cast<std::uint32_t>(params.positions[index]));
@@ -247,16 +266,18 @@ __global__ void __launch_bounds__(kLogitThreads) sample_kernel(const __grid_cons
 
 }  // namespace
 
-// ---- Launch ----------------------------------------------------------------------------------------------------
+// ---- Launch -----------------------------------------------------------------------------------
 
 void sample(const SampleParams& params, Stream stream) {
   if (params.rows == 0) return;
   const dim3 grid(checked_int32(params.rows, "sample: rows"));
-  const bool adjusted = params.penalties != nullptr || params.bias != nullptr || params.mask != nullptr;
+  const bool adjusted =
+      params.penalties != nullptr || params.bias != nullptr || params.mask != nullptr;
   device::dispatch_float(params.dtype, [&](auto type) {
     dispatch_bool(adjusted, [&](auto is_adjusted) {
       using T = typename decltype(type)::type;
-      device::launch_chained<sample_kernel<T, is_adjusted>>(grid, dim3(kLogitThreads), 0, stream, params, "sample");
+      device::launch_chained<sample_kernel<T, is_adjusted>>(grid, dim3(kLogitThreads), 0, stream,
+                                                            params, "sample");
     });
   });
 }

@@ -9,7 +9,7 @@
 namespace ridgeline {
 namespace {
 
-// ---- Constants -------------------------------------------------------------------------------------------------
+// ---- Constants --------------------------------------------------------------------------------
 
 using device::kLogitThreads;
 using device::kLogitWarps;
@@ -18,7 +18,7 @@ using device::kWarpSize;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr int kMaxBound = kLogitThreads / 2;  // the largest count that thread maxima bound usefully
 
-// ---- Shared memory ---------------------------------------------------------------------------------------------
+// ---- Shared memory ----------------------------------------------------------------------------
 
 struct Shared {
   device::Candidates candidates;
@@ -26,9 +26,10 @@ struct Shared {
   float sums[kLogitWarps];
 };
 
-// ---- Phases ----------------------------------------------------------------------------------------------------
+// ---- Phases -----------------------------------------------------------------------------------
 
-/// Writes the most likely tokens in falling order, one pass over the row each: only where a list does not hold them.
+/// Writes the most likely tokens in falling order, one pass over the row each: only where a list
+/// does not hold them.
 template <class T, class Put>
 __device__ void put_from_row(const T* row, int vocab, int count, Shared& shared, const Put& put) {
   std::uint64_t last = ~std::uint64_t{0};
@@ -61,12 +62,14 @@ __device__ void put_from_list(const device::Candidates& list, int count, const P
   }
 }
 
-// ---- Kernel ----------------------------------------------------------------------------------------------------
+// ---- Kernel -----------------------------------------------------------------------------------
 
-/// Grid: one block a row. First pass: the largest logit; second: the sum of exponentials, in fp32, and the logits that
-/// reach a bound given by the threads' maxima; the most likely ones are then picked from those, one after another.
+/// Grid: one block a row. First pass: the largest logit; second: the sum of exponentials, in fp32,
+/// and the logits that reach a bound given by the threads' maxima; the most likely ones are then
+/// picked from those, one after another.
 template <class T>
-__global__ void __launch_bounds__(kLogitThreads) top_logprobs_kernel(const __grid_constant__ LogprobsParams params) {
+__global__ void __launch_bounds__(kLogitThreads)
+    top_logprobs_kernel(const __grid_constant__ LogprobsParams params) {
   __shared__ Shared shared;
   const std::int64_t index = blockIdx.x;
   const T* row = static_cast<const T*>(params.logits) + index * params.stride_logits;
@@ -77,8 +80,10 @@ __global__ void __launch_bounds__(kLogitThreads) top_logprobs_kernel(const __gri
 
   float best = kNegativeInfinity;
   const auto nothing = [](int) {};
-  device::for_each_logit<4>(row, vocab, [&](float x, int) { best = fmaxf(best, clean_logit(x)); }, nothing);
-  const std::uint64_t first = device::block_reduce<device::MaxU64>(device::pair_key(best, 0), shared.keys[0]);
+  device::for_each_logit<4>(
+      row, vocab, [&](float x, int) { best = fmaxf(best, clean_logit(x)); }, nothing);
+  const std::uint64_t first =
+      device::block_reduce<device::MaxU64>(device::pair_key(best, 0), shared.keys[0]);
   const float largest = device::value_of_pair(first);
   const bool bounded = count > 0 && count <= kMaxBound;
   const float bound = bounded ? device::bound_of_largest(best, largest, count) : -kNegativeInfinity;
@@ -114,14 +119,15 @@ __global__ void __launch_bounds__(kLogitThreads) top_logprobs_kernel(const __gri
 
 }  // namespace
 
-// ---- Launch ----------------------------------------------------------------------------------------------------
+// ---- Launch -----------------------------------------------------------------------------------
 
 void top_logprobs(const LogprobsParams& params, Stream stream) {
   if (params.rows == 0) return;
   const dim3 grid(checked_int32(params.rows, "top_logprobs: rows"));
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    device::launch_chained<top_logprobs_kernel<T>>(grid, dim3(kLogitThreads), 0, stream, params, "top_logprobs");
+    device::launch_chained<top_logprobs_kernel<T>>(grid, dim3(kLogitThreads), 0, stream, params,
+                                                   "top_logprobs");
   });
 }
 
