@@ -7,6 +7,7 @@
 #include "bindings/backend.h"
 #include "common/math.h"
 #include "kernels/gemm.h"
+#include "kernels/gemm_config.h"
 
 namespace ridgeline::bindings {
 
@@ -274,6 +275,27 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_sc
                    .scale_layout = scale_layout_of(weight_scale, N, K)};
   run_gemm(on, x, params);
   return y;
+}
+
+/// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" or "fp8"; rows are
+/// taken to be aligned.
+inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
+                             const std::string& dtype, const std::string& format,
+                             const std::string& activation, bool library, bool batch_invariant) {
+  check(format == "dense" || format == "int4" || format == "fp8",
+        "format: expected 'dense', 'int4' or 'fp8', got '", format, "'");
+  const gemm_config::Shape shape{.M = M,
+                                 .N = checked_int32(N, "N"),
+                                 .K = checked_int32(K, "K"),
+                                 .dtype = named_dtype(dtype),
+                                 .format = format == "dense"  ? WeightFormat::kDense
+                                           : format == "int4" ? WeightFormat::kInt4
+                                                              : WeightFormat::kFp8,
+                                 .activation = activation_of(activation),
+                                 .weight_aligned = true,
+                                 .library = library,
+                                 .batch_invariant = batch_invariant};
+  return gemm_config::choose(shape).to_text();
 }
 
 template <class Backend>

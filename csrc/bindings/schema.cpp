@@ -1,5 +1,6 @@
 #include <string>
 
+#include "bindings/gemm.h"
 #include "bindings/tensor.h"
 #include "build_info.h"
 
@@ -55,6 +56,9 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? x_scale, "
       "str out_dtype, str activation, Tensor? residual, Tensor? norm_weight, float norm_eps, "
       "bool batch_invariant, bool weights_ready) -> Tensor");
+  m.def(
+      "gemm_plan(int M, int N, int K, str dtype, str format, str activation, bool library, "
+      "bool batch_invariant) -> str");
 
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
@@ -69,4 +73,5 @@ std::string build_id() { return ridgeline::kBuildId; }
 
 STABLE_TORCH_LIBRARY_IMPL(ridgeline, CompositeExplicitAutograd, m) {
   m.impl("build_id", TORCH_BOX(&build_id));
+  m.impl("gemm_plan", TORCH_BOX(&ridgeline::bindings::gemm_plan));
 }

@@ -6,7 +6,8 @@
 #include <optional>
 
 #include "device/launch.cuh"
-#include "kernels/cublaslt_api.h"
+#include "kernels/gemm.h"
+#include "kernels/gemm_cublaslt.h"
 #include "kernels/gemm_launch.cuh"
 
 namespace ridgeline::gemm_detail {

@@ -3,6 +3,7 @@
 #include "device/launch.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "device/reduce.cuh"
+#include "kernels/gemm.h"
 #include "kernels/gemm_epilogue.cuh"
 #include "kernels/gemm_launch.cuh"
 

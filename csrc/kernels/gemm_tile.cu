@@ -2,6 +2,7 @@
 
 #include "device/launch.cuh"
 #include "device/ptx/grid_dependency.cuh"
+#include "kernels/gemm.h"
 #include "kernels/gemm_epilogue.cuh"
 #include "kernels/gemm_fragments.cuh"
 #include "kernels/gemm_launch.cuh"

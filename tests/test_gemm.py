@@ -1,0 +1,227 @@
+"""Matrix products with weights: packing, row independence, and the choice of kernel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeline import ops
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def reference_int4(weight: Tensor, group: int, zero_point: bool) -> tuple[Tensor, Tensor]:
+    """Integers and values, one element at a time."""
+    N, K = weight.shape
+    group = K if group == -1 else group
+    q, values = torch.empty(N, K, dtype=torch.uint8), torch.empty_like(weight)
+    for n in range(N):
+        for start in range(0, K, group):
+            part = [float(v) for v in weight[n, start : start + group]]
+            if zero_point:
+                low, high = min(0.0, *part), max(0.0, *part)
+                scale = float(torch.tensor((high - low) / 15).to(weight.dtype))
+                zero = min(15, max(0, round(-low / scale)))
+            else:
+                extreme = torch.tensor(max(map(abs, part)) / 7)
+                scale, zero = float(extreme.to(weight.dtype)), 8
+            for i, value in enumerate(part):
+                code = min(15, max(0, round(value / scale) + zero))
+                q[n, start + i] = code
+                values[n, start + i] = (code - zero) * scale
+    return q, values
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128, -1])
+def test_pack_int4_equals_a_plain_reference(group: int, zero_point: bool, device: str) -> None:
+    weight = torch.randn(19, 128, generator=torch.Generator().manual_seed(1)).bfloat16()
+    q, values = reference_int4(weight, group, zero_point)
+    packed = ops.pack_int4(weight.to(device), group, zero_point)
+    assert torch.equal(packed.quantized().cpu(), q)
+    assert torch.equal(packed.dequantize().cpu(), values)
+
+
+def test_int4_layout_is_the_documented_one() -> None:
+    """Nibbles j and j + 4 of word f of lane (g, t): row g + 8 (j % 2), columns 16 f + 2 t + ..."""
+    q = torch.randint(0, 16, (32, 128), generator=torch.Generator().manual_seed(2))
+    packed = ops.Int4Weight.from_quantized(q, torch.ones(1, 32)).packed
+    for n_block, k_block, lane, f in itertools.product(range(2), range(2), range(32), range(4)):
+        word = int(packed[n_block, k_block, lane, f]) & 0xFFFFFFFF
+        for j, element in itertools.product(range(4), range(2)):
+            row = 16 * n_block + lane // 4 + 8 * (j % 2)
+            column = 64 * k_block + 16 * f + 2 * (lane % 4) + 8 * (j // 2) + element
+            assert word >> (4 * (j + 4 * element)) & 15 == q[row, column]
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (16, 64), (17, 65), (33, 100), (5, 0), (0, 64)])
+def test_packing_pads_and_gives_everything_back(shape: tuple[int, int]) -> None:
+    q = torch.randint(0, 16, shape, generator=torch.Generator().manual_seed(3)).to(torch.uint8)
+    scales = torch.ones(1 if shape[1] else 0, shape[0])
+    assert torch.equal(ops.Int4Weight.from_quantized(q, scales).quantized(), q)
+
+
+def test_activation_order_keeps_the_columns_of_the_weight() -> None:
+    generator = torch.Generator().manual_seed(4)
+    q = torch.randint(0, 16, (24, 96), generator=generator)
+    scales = torch.rand(3, 24, generator=generator) + 0.5
+    index = torch.randperm(96, generator=generator) // 32
+    weight = ops.Int4Weight.from_quantized(q, scales, group_index=index)
+    assert weight.perm is not None
+    assert torch.equal(weight.quantized(), q.to(torch.uint8))
+    assert torch.equal(weight.dequantize(), (q - 8) * scales[index].t())
+    in_order = ops.Int4Weight.from_quantized(q, scales, group_index=torch.arange(96) // 32)
+    assert in_order.perm is None
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.pack_int4(torch.ones(4, 96), 64), "K divisible by the group 64, got K = 96"),
+        (lambda: ops.pack_int4(torch.ones(4, 96), 48), "multiple of 32, got 48"),
+        (lambda: ops.pack_int4(torch.ones(4, 96), 0), "multiple of 32, got 0"),
+        (lambda: ops.pack_int4(torch.ones(96), 32), r"\[N, K\], got torch.float32 \[96\]"),
+        (lambda: ops.pack_int4(torch.ones(4, 64).int(), 32), "floating .* torch.int32"),
+        (
+            lambda: ops.Int4Weight.from_quantized(torch.ones(4, 64), torch.ones(3, 4)),
+            "K divisible by 3 groups",
+        ),
+        (
+            lambda: ops.Int4Weight.from_quantized(
+                torch.ones(4, 64), torch.ones(2, 4), group_index=torch.zeros(64)
+            ),
+            "each of 2 groups 32 times",
+        ),
+    ],
+)
+def test_packing_refuses(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_the_cpu_checks_a_permutation() -> None:
+    weight = ops.pack_int4(torch.randn(16, 64), 32)
+    broken = ops.Int4Weight(
+        weight.packed, weight.scales, None, torch.full((64,), 64, dtype=torch.int32), 16, 64, 32
+    )
+    with pytest.raises(ValueError, match=r"weight.perm.*\[0, 64\), got 64 at 0"):
+        ops.int4_linear(torch.randn(2, 64), broken)
+
+
+# ---- A row's bits do not depend on its neighbours ----------------------------------------------
+
+
+def products(device: str) -> list[tuple[str, Callable[[Tensor], Tensor], int]]:
+    """Each weight format with its epilogues, batch-invariant, and its K."""
+    generator = torch.Generator().manual_seed(5)
+    N, K = 160, 1088
+    weight = torch.randn(N, K, generator=generator).bfloat16().to(device)
+    bias = torch.randn(N, generator=generator).bfloat16().to(device)
+    int4 = ops.pack_int4(weight, 64, zero_point=True)
+    fp8 = weight.to(torch.float8_e4m3fn)
+    scale = (torch.rand(N, generator=generator) + 0.5).to(device)
+    return [
+        ("dense", lambda x: ops.linear(x, weight, bias, batch_invariant=True), K),
+        (
+            "dense gated",
+            lambda x: ops.linear(x, weight, activation="silu_mul", batch_invariant=True),
+            K,
+        ),
+        ("dense unaligned", lambda x: ops.linear(x, weight[:, 1:], batch_invariant=True), K - 1),
+        ("int4", lambda x: ops.int4_linear(x, int4, bias, batch_invariant=True), K),
+        (
+            "int4 gated",
+            lambda x: ops.int4_linear(x, int4, activation="gelu_mul", batch_invariant=True),
+            K,
+        ),
+        ("fp8", lambda x: ops.fp8_linear(x, fp8, scale, bias, batch_invariant=True), K),
+    ]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("index", range(6))
+def test_a_row_has_the_same_bits_in_every_batch(index: int, device: str) -> None:
+    name, multiply, K = products(device)[index]
+    x = torch.randn(300, K, generator=torch.Generator().manual_seed(6)).bfloat16().to(device)
+    whole = multiply(x)
+    for rows in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200):
+        assert torch.equal(multiply(x[:rows]), whole[:rows]), f"{name}: first {rows} of 300 rows"
+    assert torch.equal(multiply(x[77:78]), whole[77:78]), f"{name}: row 77 alone"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_float32_rows_have_the_same_bits_in_every_batch(device: str) -> None:
+    generator = torch.Generator().manual_seed(7)
+    weight = torch.randn(80, 130, generator=generator).to(device)
+    x = torch.randn(130, 130, generator=generator).to(device)
+    whole = ops.linear(x, weight, batch_invariant=True)
+    for rows in (1, 3, 64, 65):
+        assert torch.equal(ops.linear(x[:rows], weight, batch_invariant=True), whole[:rows])
+
+
+@pytest.mark.gpu
+def test_expanded_rows_and_weights() -> None:
+    """Rows of stride 0, which no library layout can name."""
+    x = torch.randn(1, 128, device="cuda", dtype=torch.bfloat16).expand(100, 128)
+    weight = torch.randn(96, 128, device="cuda", dtype=torch.bfloat16)
+    assert torch.equal(ops.linear(x, weight), ops.linear(x.contiguous(), weight))
+    row = weight[:1].expand(96, 128)
+    assert torch.equal(ops.linear(x, row)[:, 0], ops.linear(x, row)[:, 95])
+
+
+# ---- The choice of kernel, without a GPU -------------------------------------------------------
+
+
+def plan(
+    M: int,
+    N: int,
+    K: int,
+    *,
+    dtype: str = "bfloat16",
+    format: str = "dense",
+    activation: str = "none",
+    library: bool = True,
+    invariant: bool = False,
+) -> dict[str, str]:
+    text = torch.ops.ridgeline.gemm_plan(M, N, K, dtype, format, activation, library, invariant)
+    path, *fields = text.split()
+    return {"path": path, **dict(field.split("=") for field in fields)}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("M", "options", "path"),
+    [
+        (1, {}, "stream"),
+        (16, {}, "stream"),
+        (17, {}, "tile"),
+        (64, {}, "tile"),
+        (65, {}, "library"),
+        (65, {"library": False}, "tile"),
+        (65, {"invariant": True}, "tile"),
+        (65, {"format": "int4"}, "tile"),
+        (1, {"dtype": "float32"}, "library"),
+        (1, {"dtype": "float32", "invariant": True}, "simple"),
+    ],
+)
+def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
+    assert plan(M, 4096, 4096, **options)["path"] == path  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("format", ["dense", "int4", "fp8"])
+@pytest.mark.parametrize(("N", "K"), [(4096, 4096), (28672, 4096), (64, 128), (4096, 14336)])
+def test_segments_of_k_depend_on_the_weight_alone(format: str, N: int, K: int) -> None:
+    counts = {
+        plan(M, N, K, format=format, invariant=True)["segments"] for M in (1, 16, 17, 64, 5000)
+    }
+    assert len(counts) == 1
+
+
+def test_small_grids_are_split_and_large_ones_are_not() -> None:
+    assert plan(32, 4096, 4096)["split"] == "1"
+    assert plan(4096, 4096, 4096, library=False)["split"] == "0"
+    assert plan(32, 28672, 4096)["segments"] == "1"
