@@ -134,7 +134,8 @@ function(ridgeline_compile_cuda source gencode result)
     OUTPUT "${object}"
     COMMAND ${CMAKE_COMMAND} -E make_directory "${CMAKE_CURRENT_BINARY_DIR}/cuda"
     COMMAND ${launcher} "${ridgeline_nvcc}" -c "${CMAKE_CURRENT_SOURCE_DIR}/${source}"
-      -o "${object}" -MD -MF "${object}.d" -std=c++20 -O3 ${${gencode}} -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
+      -o "${object}" -MD -MF "${object}.d" -std=c++20 -O3 ${${gencode}}
+      -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
       -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
       --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=--warn-on-spills
       -Xptxas=--warn-on-local-memory-usage
