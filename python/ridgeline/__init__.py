@@ -11,6 +11,7 @@ from ridgeline.outputs import (
     Logprob,
     RequestMetrics,
     RequestOutput,
+    Stats,
     StreamOutput,
 )
 from ridgeline.sampling_params import SamplingParams
@@ -22,6 +23,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "Stats",
     "StreamOutput",
     "__version__",
     "debug_checks",

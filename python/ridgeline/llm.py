@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ridgeline._C import engine
 from ridgeline._setup import EngineOptions, Parts, build
 from ridgeline.core import Core
-from ridgeline.outputs import RequestOutput, StreamOutput
+from ridgeline.outputs import RequestOutput, Stats, StreamOutput
 from ridgeline.progress import ProgressBar
 from ridgeline.request import Request
 from ridgeline.sampling_params import SamplingParams
@@ -164,10 +165,11 @@ class LLM:
         with self._lock:
             return self._core().abort(request_id)
 
-    def stats(self) -> engine.Stats:
+    def stats(self) -> Stats:
         """Blocks (free, cached, used), sequences, steps, prefix hits, preemptions."""
         with self._lock:
-            return self._core().scheduler.stats()
+            counts = self._core().scheduler.stats()
+        return Stats(**{field.name: getattr(counts, field.name) for field in fields(Stats)})
 
     @property
     def max_model_len(self) -> int:
@@ -191,8 +193,8 @@ class LLM:
         self.close()
 
     def __del__(self) -> None:
-        # An object whose constructor failed early has no parts.
-        if getattr(self, "_parts", None) is not None:
+        # A failed constructor leaves no parts; the end of the process frees everything itself.
+        if getattr(self, "_parts", None) is not None and not sys.is_finalizing():
             self.close()
 
     def _open_parts(self) -> Parts:

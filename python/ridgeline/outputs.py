@@ -127,5 +127,27 @@ class StreamOutput:
     request: RequestOutput | None = None
 
 
+@dataclass(frozen=True)
+class Stats:
+    """Blocks and sequences at the moment of the call; from ``steps`` on, counts since the start.
+
+    ``total_blocks`` is free + cached + used: the unused block 0 does not count.
+    """
+
+    total_blocks: int
+    free_blocks: int
+    cached_blocks: int
+    used_blocks: int
+    waiting: int
+    running: int
+    in_flight: int
+    steps: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+    preemptions: int
+    evictions: int
+    copies: int
+
+
 def _between(start: float | None, end: float | None) -> float | None:
     return None if start is None or end is None else end - start
