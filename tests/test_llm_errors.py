@@ -12,6 +12,7 @@ import pytest
 
 import tiny_model
 from ridgeline import LLM, SamplingParams
+from ridgeline.runner import Runner, StepResult
 from tiny_model import one_thread  # noqa: F401
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -204,14 +205,26 @@ def test_a_callback_may_generate(llm: LLM):
     assert inner[0] == llm.generate([9, 8], GREEDY)[0].outputs[0].token_ids
 
 
-def test_a_step_that_fails_loses_no_token_of_the_others(llm: LLM, monkeypatch):
-    params = SamplingParams(temperature=0, max_tokens=12, repetition_penalty=1.3, ignore_eos=True)
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [(Runner, "_sample"), (StepResult, "tokens")],
+    ids=["while it is launched", "when its tokens are fetched"],
+)
+def test_a_step_that_fails_loses_no_token_of_the_others(llm: LLM, monkeypatch, owner, method):
+    # A bias makes one token come back, so that counting a step twice would show.
+    params = SamplingParams(
+        temperature=0, max_tokens=12, ignore_eos=True, frequency_penalty=0.9, logit_bias={7: 9.0}
+    )
     expected = llm.generate([5, 6, 7], params)[0].outputs[0].token_ids
+    assert 2 < expected.count(7) < 12
     other = llm.stream([5, 6, 7], params)
-    got = [token for _ in range(4) for token in next(other).token_ids]
-    runner = llm._parts.runner
+    got = [token for _ in range(2) for token in next(other).token_ids]
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("full")
+
     with monkeypatch.context() as patch:
-        patch.setattr(runner, "_sample", lambda *_: (_ for _ in ()).throw(MemoryError("full")))
+        patch.setattr(owner, method, fail)
         with pytest.raises(MemoryError, match="full"):
             llm.generate([1, 2], GREEDY)
     got += [token for piece in other for token in piece.token_ids]

@@ -174,8 +174,9 @@ def test_max_tokens_none_fills_the_context(folder: Path, reference):
 
 def test_penalties_follow_their_definition(llm: LLM, reference):
     """Greedy with penalties, beside the same rule written over transformers' logits."""
-    params = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.9}
-    output = run(llm, max_tokens=16, ignore_eos=True, **params)
+    params = {"repetition_penalty": 1.4, "presence_penalty": 0.2, "frequency_penalty": 1.9}
+    bias = {7: 12.0, 9: 10.0}  # tokens that come again and again
+    output = run(llm, max_tokens=16, ignore_eos=True, logit_bias=bias, **params)
     tokens: list[int] = []
     for _ in range(16):
         with torch.no_grad():
@@ -183,10 +184,12 @@ def test_penalties_follow_their_definition(llm: LLM, reference):
         for token in set(PROMPT + tokens):
             logits[token] = logits[token] / 1.4 if logits[token] > 0 else logits[token] * 1.4
         for token in set(tokens):
-            logits[token] -= 0.7 + 0.9 * tokens.count(token)
+            logits[token] -= 0.2 + 1.9 * tokens.count(token)
+        for token, value in bias.items():
+            logits[token] += value
         tokens.append(int(logits.argmax()))
     assert output.token_ids == tokens
-    assert tokens != run(llm, max_tokens=16, ignore_eos=True).token_ids
+    assert tokens.count(7) > 2 and len(set(tokens)) > 4
 
 
 def test_penalties_do_not_reach_the_neighbours(llm: LLM):
