@@ -18,7 +18,8 @@ inline QuantizeParams::Granularity granularity_of(const std::string& name) {
   return kTensor;
 }
 
-/// tensor [1], row [..., 1], group [..., ceil(cols / 128)], block [ceil(rows / 128), ceil(cols / 128)].
+/// tensor [1], row [..., 1], group [..., ceil(cols / 128)],
+/// block [ceil(rows / 128), ceil(cols / 128)].
 inline std::vector<std::int64_t> scale_sizes(const Tensor& x, const Rows& rows,
                                              QuantizeParams::Granularity granularity) {
   using enum QuantizeParams::Granularity;

@@ -50,7 +50,8 @@ void bias_act(const ActivationParams& params) {
         const T* x_row = static_cast<const T*>(params.x) + row * params.stride_x_row;
         T* y = static_cast<T*>(params.y) + row * params.cols + first;
         const float* x = as_floats(x_row + first, count, x_buffer);
-        const float* bias = as_floats(static_cast<const T*>(params.bias) + first, count, bias_buffer);
+        const T* bias_row = static_cast<const T*>(params.bias);
+        const float* bias = as_floats(bias_row + first, count, bias_buffer);
         float* out = begin_row(y, x_buffer);
 #pragma omp simd
         for (std::int64_t c = 0; c < count; ++c) out[c] = activate<function()>(x[c] + bias[c]);

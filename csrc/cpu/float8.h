@@ -6,8 +6,8 @@ namespace ridgeline::cpu {
 
 constexpr float kMaxE4M3 = 448.0f;
 
-/// e4m3 nearest to `value` (ties to even), saturated at 448; NaN stays NaN. Without branches, so that
-/// loops over it are vectorised.
+/// e4m3 nearest to `value` (ties to even), saturated at 448; NaN stays NaN. Without branches, so
+/// that loops over it are vectorised.
 inline std::uint8_t float_to_e4m3(float value) {
   constexpr float kShift = 0x1p14f;  // its last bit has the weight of the smallest code, 2^-9
   constexpr std::uint32_t kRebias = (127 - 7) << 3;

@@ -25,9 +25,11 @@ void layernorm_row(const LayerNormParams& params, std::int64_t row, const float*
   const std::int32_t cols = params.cols;
   const float* x =
       as_floats(static_cast<const T*>(params.x) + row * params.stride_x_row, cols, buffer);
-  const float mean = sum_over(cols, [&](std::int64_t c) { return x[c]; }) / static_cast<float>(cols);
-  const float squares = sum_over(cols, [&](std::int64_t c) { return (x[c] - mean) * (x[c] - mean); });
-  const float scale = 1.0f / std::sqrt(squares / static_cast<float>(cols) + params.eps);
+  const auto count = static_cast<float>(cols);
+  const float mean = sum_over(cols, [&](std::int64_t c) { return x[c]; }) / count;
+  const float squares =
+      sum_over(cols, [&](std::int64_t c) { return (x[c] - mean) * (x[c] - mean); });
+  const float scale = 1.0f / std::sqrt(squares / count + params.eps);
 
   T* y = static_cast<T*>(params.y) + row * cols;
   float* out = begin_row(y, buffer);

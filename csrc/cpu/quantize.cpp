@@ -36,8 +36,8 @@ Extent extent_of(const QuantizeParams& params) {
 float maximum(float a, float b) { return a > b || std::isnan(a) ? a : b; }
 
 template <class T>
-float amax_of(const QuantizeParams& params, std::int64_t row, std::int64_t first, std::int64_t count,
-              float* buffer) {
+float amax_of(const QuantizeParams& params, std::int64_t row, std::int64_t first,
+              std::int64_t count, float* buffer) {
   const T* source = static_cast<const T*>(params.x) + row * params.stride_x_row + first;
   const float* x = as_floats(source, count, buffer);
   return max_over(count, [&](std::int64_t c) { return std::abs(x[c]); });
@@ -76,7 +76,8 @@ template <class T>
 void quantize_extents(const QuantizeParams& params, Extent extent) {
   const std::int64_t down = ceil_div(params.rows, extent.rows);
   const std::int64_t across = ceil_div<std::int64_t>(params.cols, extent.cols);
-  parallel_ranges(down * across, extent.rows * extent.cols, [&](std::int64_t begin, std::int64_t end) {
+  const std::int64_t cost = extent.rows * extent.cols;
+  parallel_ranges(down * across, cost, [&](std::int64_t begin, std::int64_t end) {
     std::vector<float> buffer(static_cast<std::size_t>(extent.cols));
     for (std::int64_t i = begin; i < end; ++i) {
       const std::int64_t first_row = i / across * extent.rows, first = i % across * extent.cols;

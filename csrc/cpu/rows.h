@@ -35,7 +35,8 @@ template <>
 inline void to_floats<Half>(const Half* x, std::int64_t count, float* y) {
   std::int64_t i = 0;
   for (; i + 8 <= count; i += 8)
-    _mm256_storeu_ps(y + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
+    _mm256_storeu_ps(
+        y + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i))));
   for (; i < count; ++i) y[i] = static_cast<float>(x[i]);
 }
 
@@ -80,7 +81,7 @@ void finish_row(const float* values, std::int64_t count, T* row) {
 /// the error does not grow with the row.
 template <class Fn>
 float sum_over(std::int64_t count, Fn fn) {
-  constexpr std::int64_t kPiece = 512;
+  constexpr std::int64_t kPiece = 128;
   double total = 0.0;
   for (std::int64_t begin = 0; begin < count; begin += kPiece) {
     const std::int64_t end = std::min(count, begin + kPiece);

@@ -5,14 +5,13 @@
 
 #include "common/dispatch.h"
 #include "common/math.h"
-#include "device/ptx/opaque.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 
 /// One block a row: a thread's share of the row behind one interface, so that a kernel that passes
 /// over the row several times is written once, whatever the row's width:
 ///   Row row(x, cols); row.load(x); row.visit([&](int i, int column, auto& piece) { … });
-/// A piece is a Vec of Row::kWidth elements; each visit goes through the same pieces, numbered by i.
+/// A piece is a Vec of Row::kWidth elements; each visit goes over the same pieces, counted by i.
 namespace ridgeline::device {
 
 /// The share in registers: the row is read once, all loads in flight together. Pieces are dealt out
@@ -30,17 +29,17 @@ class HeldRow {
 
   /// Deals the pieces out for a row at `row`; loads nothing.
   __device__ HeldRow(const T* row, int cols)
-      : cols_(cols), skipped_(reinterpret_cast<std::uintptr_t>(row) % 128 / sizeof(T)) {}
+      : cols_(cols), skipped_(reinterpret_cast<std::uintptr_t>(row) % 128 / sizeof(Vec<T>)) {}
 
   __device__ void load(const T* data) {
-    visit_packed([&](int, int column, Vec<T>& piece) { piece = device::load(data + column); });
+    visit([&](int, int column, Vec<T>& piece) { piece = device::load(data + column); });
   }
 
   /// Becomes the sum with `addend`, rounded to T, which is also written over the addend.
   __device__ void add_into(T* addend) {
     HeldRow other = *this;
     other.load(addend);
-    visit_packed([&](int i, int column, Vec<T>& piece) {
+    visit([&](int i, int column, Vec<T>& piece) {
       add(piece, other.vecs_[i]);
       store(addend + column, piece);
     });
@@ -49,37 +48,18 @@ class HeldRow {
   template <class Fn>
   __device__ void visit(Fn&& fn) {
 #pragma unroll
-    for (int i = 0; i < kVecs; ++i) forget_unpacked(vecs_[i]);
-    visit_packed(fn);
-  }
-
-  __device__ Vec<T> piece(int i) const {
-    Vec<T> piece = vecs_[i];
-    forget_unpacked(piece);
-    return piece;
-  }
-
- private:
-  /// Without this the floats that one pass unpacks live on to the next, and weights are unpacked as
-  /// soon as they arrive: layernorm of bf16 with four pieces takes 107 registers.
-  __device__ static void forget_unpacked(Vec<T>& piece) {
-#pragma unroll
-    for (int word = 0; word < 4; ++word)
-      ptx::forget(reinterpret_cast<std::uint32_t*>(piece.data)[word]);
-  }
-
-  template <class Fn>
-  __device__ void visit_packed(Fn&& fn) {
-#pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-      const int column = static_cast<int>(i * blockDim.x + threadIdx.x) * kWidth - skipped_;
+      const int column = (static_cast<int>(i * blockDim.x + threadIdx.x) - skipped_) * kWidth;
       if (static_cast<unsigned>(column) < static_cast<unsigned>(cols_)) fn(i, column, vecs_[i]);
     }
   }
 
+  __device__ const Vec<T>& piece(int i) const { return vecs_[i]; }
+
+ private:
   Vec<T> vecs_[kVecs];
   int cols_;
-  int skipped_;  // elements between the line's begin and the row's
+  int skipped_;  // pieces between the line's begin and the row's
 };
 
 /// The share left in memory and read again by each visit, through L2: for rows wider than the
@@ -110,7 +90,8 @@ class StreamedRow {
   __device__ void visit(Fn&& fn) {
     const unsigned step = blockDim.x * kWidth;
 #pragma unroll 4
-    for (unsigned column = threadIdx.x * kWidth; column < static_cast<unsigned>(cols_); column += step) {
+    for (unsigned column = threadIdx.x * kWidth; column < static_cast<unsigned>(cols_);
+         column += step) {
       Vec<T, kWidth> piece = load_vec<kWidth>(row_ + column);
       fn(0, static_cast<int>(column), piece);
     }
@@ -120,6 +101,19 @@ class StreamedRow {
   const T* row_;
   int cols_;
 };
+
+/// The thread's part of the sum of fn(x) over a row: pieces are summed on their own first, which
+/// shortens the chains of additions and their rounding errors.
+template <class Row, class Fn>
+__device__ float sum_share(Row& row, Fn fn) {
+  float total = 0.0f;
+  row.visit([&](int, int, const auto& piece) {
+    float sum = 0.0f;
+    for (const float value : floats(piece).data) sum += fn(value);
+    total += sum;
+  });
+  return total;
+}
 
 /// How a row of T is shared out, decided on the host.
 struct RowLayout {

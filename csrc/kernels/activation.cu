@@ -25,9 +25,9 @@ constexpr std::int64_t kFillingPieces = 132 * 2048;
 /// The parameters and how the pieces of 16 bytes (or single elements) are dealt out.
 struct Launch {
   ActivationParams params;
-  int pieces;       // in a row of y
-  int column_tiles; // blocks beside each other
-  int across;       // threads of a block beside each other; the others lie below
+  int pieces;        // in a row of y
+  int column_tiles;  // blocks beside each other
+  int across;        // threads of a block beside each other; the others lie below
 };
 
 // ---- Phases -------------------------------------------------------------------------------------
@@ -64,14 +64,15 @@ __device__ void load_column(device::Vec<T, kWidth> (&pieces)[kRows],
   const T* x = static_cast<const T*>(params.x) + offset + place.column;
 #pragma unroll
   for (int i = 0; i < kRows; ++i)
-    if (place.holds(i)) pieces[i] = device::load_vec<kWidth>(x + place.row(i) * params.stride_x_row);
+    if (place.holds(i))
+      pieces[i] = device::load_vec<kWidth>(x + place.row(i) * params.stride_x_row);
 }
 
 /// Calls fn(act) with the activation of the call.
 template <bool kFast, class Fn>
 __device__ void with_function(Function function, Fn&& fn) {
   switch (function) {
-    case Function::kGelu: return fn([](float v) { return device::gelu(v); });
+    case Function::kGelu: return fn([](float v) { return device::gelu<kFast>(v); });
     case Function::kGeluTanh: return fn([](float v) { return device::gelu_tanh<kFast>(v); });
     case Function::kSilu: return fn([](float v) { return device::silu<kFast>(v); });
   }
@@ -99,14 +100,14 @@ __global__ void __launch_bounds__(kThreads) bias_act_kernel(const __grid_constan
   if (!params.weights_ready) load_bias();
 
   T* y = static_cast<T*>(params.y) + place.column;
+  const auto added = device::floats(bias);
   with_function<sizeof(T) == 2>(params.function, [&](auto act) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (!place.holds(i)) continue;
-      device::Vec<float, kWidth> values;
+      device::Vec<float, kWidth> values = device::floats(x[i]);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j)
-        values.data[j] = act(device::to_float(x[i].data[j]) + device::to_float(bias.data[j]));
+      for (int j = 0; j < kWidth; ++j) values.data[j] = act(values.data[j] + added.data[j]);
       device::store(y + place.row(i) * params.cols, device::rounded<T>(values));
     }
   });
@@ -130,10 +131,9 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (!place.holds(i)) continue;
-      device::Vec<float, kWidth> values;
+      device::Vec<float, kWidth> values = device::floats(gate[i]), factors = device::floats(up[i]);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j)
-        values.data[j] = act(device::to_float(gate[i].data[j])) * device::to_float(up[i].data[j]);
+      for (int j = 0; j < kWidth; ++j) values.data[j] = act(values.data[j]) * factors.data[j];
       device::store(y + place.row(i) * params.cols, device::rounded<T>(values));
     }
   });
@@ -153,7 +153,8 @@ void dispatch(const ActivationParams& params, Fn&& fn) {
     using T = typename decltype(type)::type;
     constexpr int kVector = device::Vec<T>::kSize;
     const auto run = [&](auto width, auto rows_each) {
-      Launch launch{.params = params, .pieces = params.cols / width, .column_tiles = 0, .across = 1};
+      Launch launch{
+          .params = params, .pieces = params.cols / width, .column_tiles = 0, .across = 1};
       while (launch.across < kThreads && launch.across < launch.pieces) launch.across *= 2;
       launch.column_tiles = ceil_div(launch.pieces, launch.across);
       const std::int64_t rows_a_block = kThreads / launch.across * rows_each;
@@ -161,7 +162,8 @@ void dispatch(const ActivationParams& params, Fn&& fn) {
       fn(type, width, rows_each, launch, checked_int32(blocks, "x: blocks"));
     };
     if (!vectors) return run(Int<1>{}, Int<kManyRows>{});
-    if (params.rows * (params.cols / kVector) <= kFillingPieces) return run(Int<kVector>{}, Int<1>{});
+    if (params.rows * (params.cols / kVector) <= kFillingPieces)
+      return run(Int<kVector>{}, Int<1>{});
     run(Int<kVector>{}, Int<kManyRows>{});
   });
 }

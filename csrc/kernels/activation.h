@@ -7,8 +7,8 @@ namespace ridgeline {
 ///   bias_act   y[r, c] = act(x[r, c] + bias[c])
 ///   gated_act  y[r, c] = act(x[r, c]) * x[r, cols + c]
 ///
-/// Roofline: bias_act 2, gated_act 3 accesses an element of y, at most 30 instructions: bandwidth at
-/// many rows, launch latency at few.
+/// Roofline: bias_act 2, gated_act 3 accesses an element of y, at most 20 instructions: bandwidth
+/// at many rows, launch latency at few.
 struct ActivationParams {
   enum class Function : std::uint8_t { kGelu, kGeluTanh, kSilu };
 

@@ -36,9 +36,8 @@ struct TileLaunch {
 template <class T, int kWidth>
 __device__ float magnitude(const device::Vec<T, kWidth>& piece) {
   float amax = 0.0f;
-#pragma unroll
-  for (int j = 0; j < kWidth; ++j)
-    amax = device::MaxOrNaN::combine(amax, fabsf(device::to_float(piece.data[j])));
+  for (const float value : device::floats(piece).data)
+    amax = device::MaxOrNaN::combine(amax, fabsf(value));
   return amax;
 }
 
@@ -236,9 +235,10 @@ void quantize_rows(const QuantizeParams& params, const device::RowLayout& layout
 
 template <class T>
 void quantize_groups(const QuantizeParams& params, bool vectors, Stream stream) {
-  constexpr int kPieces = kGroupThreads * kGroupsEach;
+  constexpr int kLanes = kExtent / device::Vec<T>::kSize;
+  constexpr int kGroupsABlock = kGroupThreads / kLanes * kGroupsEach;
   const std::int64_t groups = params.rows * ceil_div(params.cols, kExtent);
-  const std::int64_t blocks = ceil_div<std::int64_t>(groups * (kExtent / device::Vec<T>::kSize), kPieces);
+  const std::int64_t blocks = ceil_div<std::int64_t>(groups, kGroupsABlock);
   const std::int32_t grid = checked_int32(blocks, "x: blocks");
   dispatch_bool(vectors, [&](auto vector) {
     device::launch_chained<quantize_groups_kernel<T, vector()>>(

@@ -3,8 +3,9 @@
 
 namespace ridgeline {
 
-/// y[r] = op over c of x[r, c]. NaN in a row gives NaN (argmax: the index of the first NaN); ties of
-/// argmax go to the lowest index. No columns: sum 0, mean NaN, logsumexp -inf; the others need one.
+/// y[r] = op over c of x[r, c]. NaN in a row gives NaN (argmax: the index of the first NaN); ties
+/// of argmax go to the lowest index. No columns: sum 0, mean NaN, logsumexp -inf; the others need
+/// one.
 ///
 /// Roofline: reads x once: bandwidth at many rows, launch latency at few.
 struct RowReduceParams {
@@ -19,8 +20,8 @@ struct RowReduceParams {
   void* y;                    // [rows]
 };
 
-/// y[r, c] = exp(x[r, c] - max) / sum of exp(x[r, ...] - max), in fp32. A row with NaN, with +inf or
-/// of -inf alone is NaN throughout where torch's is.
+/// y[r, c] = exp(x[r, c] - max) / sum of exp(x[r, ...] - max), in fp32. A row with NaN, with +inf
+/// or of -inf alone is NaN throughout, as torch's is.
 ///
 /// Roofline: reads x and writes y once, two exponentials an element: bandwidth.
 struct SoftmaxParams {

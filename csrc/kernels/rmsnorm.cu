@@ -17,25 +17,14 @@ constexpr int kMaxWarps = 512 / device::kWarpSize;
 
 // ---- Phases -------------------------------------------------------------------------------------
 
-template <class Row>
-__device__ float sum_of_squares(Row& row) {
-  float sum = 0.0f;
-  row.visit([&](int, int, const auto& piece) {
-    for (const auto element : piece.data)
-      sum += device::to_float(element) * device::to_float(element);
-  });
-  return sum;
-}
-
 /// The normalised values of one piece in fp32.
 template <class T, int kWidth>
 __device__ device::Vec<float, kWidth> normalised(const device::Vec<T, kWidth>& piece,
                                                  const device::Vec<float, kWidth>& weight,
                                                  float scale, float offset) {
-  device::Vec<float, kWidth> values;
+  device::Vec<float, kWidth> values = device::floats(piece);
 #pragma unroll
-  for (int j = 0; j < kWidth; ++j)
-    values.data[j] = device::to_float(piece.data[j]) * scale * (weight.data[j] + offset);
+  for (int j = 0; j < kWidth; ++j) values.data[j] *= scale * (weight.data[j] + offset);
   return values;
 }
 
@@ -77,7 +66,8 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
 
   ptx::launch_dependents();
   Row row(x, params.cols);
-  device::RowWeight<T, Row, true> weight(row, params.weight, params.weight_dtype == DType::kFloat32);
+  const bool float_weight = params.weight_dtype == DType::kFloat32;
+  device::RowWeight<T, Row, true> weight(row, params.weight, float_weight);
   if (params.weights_ready) weight.load();
   ptx::wait_for_dependencies();
 
@@ -85,7 +75,8 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   if (!params.weights_ready) weight.load();
   if constexpr (kHasResidual)
     row.add_into(static_cast<T*>(params.residual) + index * params.stride_residual_row);
-  const float sum = device::block_reduce<device::Sum>(sum_of_squares(row), partial_sums);
+  const float squares = device::sum_share(row, [](float v) { return v * v; });
+  const float sum = device::block_reduce<device::Sum>(squares, partial_sums);
   const float scale = rsqrtf(sum / static_cast<float>(params.cols) + params.eps);
   if (params.y_scale != nullptr) return store_codes(params, row, weight, scale, partial_maxima);
 

@@ -20,11 +20,7 @@ constexpr int kMaxWarps = 512 / device::kWarpSize;
 /// The sum of fn(x) over the row.
 template <class Row, class Fn>
 __device__ float row_sum(Row& row, float* scratch, Fn fn) {
-  float total = 0.0f;
-  row.visit([&](int, int, const auto& piece) {
-    for (const auto element : piece.data) total += fn(device::to_float(element));
-  });
-  return device::block_reduce<device::Sum>(total, scratch);
+  return device::block_reduce<device::Sum>(device::sum_share(row, fn), scratch);
 }
 
 /// The largest of sign * x over the row, or NaN.
@@ -32,8 +28,8 @@ template <class Row>
 __device__ float row_max(Row& row, float* scratch, float sign) {
   float best = device::MaxOrNaN::kIdentity;
   row.visit([&](int, int, const auto& piece) {
-    for (const auto element : piece.data)
-      best = device::MaxOrNaN::combine(best, sign * device::to_float(element));
+    for (const float value : device::floats(piece).data)
+      best = device::MaxOrNaN::combine(best, sign * value);
   });
   return device::block_reduce<device::MaxOrNaN>(best, scratch);
 }
@@ -43,9 +39,10 @@ template <class Row>
 __device__ int first_column_of(Row& row, float best, int* scratch) {
   int first = device::MinIndex::kIdentity;
   row.visit([&](int, int column, const auto& piece) {
+    const auto values = device::floats(piece);
 #pragma unroll
     for (int j = 0; j < Row::kWidth; ++j) {
-      const float value = device::to_float(piece.data[j]);
+      const float value = values.data[j];
       const bool found = value == best || (value != value && best != best);
       first = min(first, found ? column + j : device::MinIndex::kIdentity);
     }
@@ -111,8 +108,8 @@ void row_reduce(const RowReduceParams& params, Stream stream) {
     using T = typename decltype(type)::type;
     device::dispatch_row<T, true>(layout, [&](auto row_type, int threads) {
       using Row = typename decltype(row_type)::type;
-      device::launch_chained<row_reduce_kernel<T, Row>>(dim3(rows), dim3(threads), 0, stream, params,
-                                                        "row_reduce");
+      device::launch_chained<row_reduce_kernel<T, Row>>(dim3(rows), dim3(threads), 0, stream,
+                                                        params, "row_reduce");
     });
   });
 }

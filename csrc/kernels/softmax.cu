@@ -34,23 +34,20 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
 
   float best = device::MaxOrNaN::kIdentity;
   row.visit([&](int, int, const auto& piece) {
-    for (const auto element : piece.data)
-      best = device::MaxOrNaN::combine(best, device::to_float(element));
+    for (const float value : device::floats(piece).data)
+      best = device::MaxOrNaN::combine(best, value);
   });
   best = device::block_reduce<device::MaxOrNaN>(best, maxima);
 
-  float sum = 0.0f;
-  row.visit([&](int, int, const auto& piece) {
-    for (const auto element : piece.data) sum += device::exp<kFast>(device::to_float(element) - best);
-  });
+  const float sum =
+      device::sum_share(row, [best](float v) { return device::exp<kFast>(v - best); });
   const float inverse = 1.0f / device::block_reduce<device::Sum>(sum, sums);
 
   T* y = static_cast<T*>(params.y) + index * params.cols;
   row.visit([&](int, int column, const auto& piece) {
-    device::Vec<float, Row::kWidth> values;
+    auto values = device::floats(piece);
 #pragma unroll
-    for (int j = 0; j < Row::kWidth; ++j)
-      values.data[j] = device::exp<kFast>(device::to_float(piece.data[j]) - best) * inverse;
+    for (float& value : values.data) value = device::exp<kFast>(value - best) * inverse;
     device::store(y + column, device::rounded<T>(values));
   });
 }
