@@ -44,16 +44,16 @@ def points(attribute: str) -> list[Any]:
 
 
 def clone(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Copies with the same strides (a plain clone of a strided view is contiguous)."""
+    """Copies with the same strides and the same alignment: an op may choose its route by them."""
 
     def copy(value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or value.numel() == 0:
             return value
-        span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()) if n > 0)
-        if value.numel() == 0 or span <= value.numel():
-            return value.clone(memory_format=torch.preserve_format)
-        storage = torch.empty(span, dtype=value.dtype, device=value.device)
-        return storage.as_strided(value.shape, value.stride()).copy_(value)
+        offset = value.data_ptr() % 16 // value.element_size()
+        span = 1 + sum((n - 1) * s for n, s in zip(value.shape, value.stride()))
+        storage = torch.empty(offset + span, dtype=value.dtype, device=value.device)
+        storage[offset:].copy_(value.as_strided((span,), (1,)))
+        return storage.as_strided(value.shape, value.stride(), offset)
 
     return {name: copy(value) for name, value in inputs.items()}
 
@@ -67,7 +67,8 @@ def outputs_of(case: OpCase, function: Any, inputs: dict[str, Any]) -> tuple[Ten
 def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    flat_a, flat_b = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
+    return torch.equal(flat_a, flat_b)
 
 
 def skip_unless_covered(case: OpCase, device: str) -> None:
