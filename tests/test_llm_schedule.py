@@ -163,6 +163,16 @@ def test_abort_one_step_ahead_leaves_the_others_alone(folder: Path, params, alon
     assert [g for i, g in enumerate(got) if i != 2] == [a for i, a in enumerate(alone) if i != 2]
 
 
+def test_a_request_may_follow_an_abort_whose_step_is_still_in_flight(folder: Path, params, alone):
+    with open_ahead(folder) as llm:
+        first, second = llm.stream(PROMPTS[0], params), llm.stream(PROMPTS[1], params)
+        piece, got = next(first), next(second).token_ids
+        assert llm.stats().in_flight == 1 and llm.abort(piece.request_id)
+        third = llm.stream(PROMPTS[2], params)
+        assert [token for piece in third for token in piece.token_ids] == alone[2]
+        assert got + [token for piece in second for token in piece.token_ids] == alone[1]
+
+
 def test_n_outputs_are_those_of_n_requests_when_blocks_are_few(folder: Path):
     params = SamplingParams(n=3, temperature=1.2, seed=5, max_tokens=30, ignore_eos=True)
     with open_llm(folder) as llm:
