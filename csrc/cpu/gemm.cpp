@@ -129,42 +129,58 @@ void scale_blocks(const GemmParams& params, const Tile& tile) {
   }
 }
 
-/// One row's sixteen columns of one fragment: the four words of its lanes, shifted to the nibbles
-/// that are this row's.
+/// The scales and zero points of sixteen rows.
+struct Int4Group {
+  float scale[kTileRows];
+  float zero[kTileRows];
+
+  template <class T>
+  void load(const GemmParams& params, std::int64_t row0, int group) {
+    const auto* scales = static_cast<const T*>(params.weight.scales);
+    for (int r = 0; r < kTileRows; ++r) {
+      const bool inside = row0 + r < params.N;
+      const std::int64_t at = static_cast<std::int64_t>(group) * params.N + row0 + r;
+      scale[r] = inside ? static_cast<float>(scales[at]) : 0.0f;
+      zero[r] =
+          inside && params.weight.zeros ? params.weight.zeros[at] : Int4Layout::kSymmetricZero;
+    }
+  }
+};
+
+/// Sixteen columns of rows r and r + 8 from the four words of the lanes that hold them. Each word
+/// stands twice, for its nibbles i and i + 4, in the order of eight columns.
 template <class T>
-void expand_fragment_row(const std::uint32_t* words, int high_row, float zero, float scale,
-                         float* out) {
+void expand_fragment(const std::uint32_t* words, const Int4Group& group, int r, float* out) {
   const std::uint32_t a = words[0], b = words[4], c = words[8], d = words[12];
-  const WordLanes lanes = {a, a, b, b, c, c, d, d};
-  for (int half = 0; half < 2; ++half) {
-    const std::uint32_t low = 4u * (2 * half + high_row), high = low + 16;
-    const WordLanes shifts = {low, high, low, high, low, high, low, high};
-    const WordLanes nibbles = (lanes >> shifts) & 15u;
-    const FloatLanes values = (__builtin_convertvector(nibbles, FloatLanes) - zero) * scale;
-    store_lanes(out + 8 * half, round_lanes<T>(values));
+  const WordLanes words_twice = {a, a, b, b, c, c, d, d};
+  const WordLanes lanes = words_twice >> WordLanes{0, 16, 0, 16, 0, 16, 0, 16};
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const int row = r + 8 * (i % 2);
+    // Signed, because that conversion to float is one instruction and the unsigned one is not.
+    const IntLanes nibbles = (IntLanes)((lanes >> (4 * i)) & 15u);
+    const FloatLanes q = __builtin_convertvector(nibbles, FloatLanes);
+    const FloatLanes values = (q - group.zero[row]) * group.scale[row];
+    store_lanes(out + 8 * (i % 2) * kTileCols + 8 * (i / 2), round_lanes<T>(values));
   }
 }
 
 template <class T>
 void expand_int4(const GemmParams& params, const Tile& tile) {
-  const auto* scales = static_cast<const T*>(params.weight.scales);
   const std::int64_t blocks = ceil_div(params.K, Int4Layout::kCols);
   const auto* packed = static_cast<const std::uint32_t*>(params.weight.data) +
                        (tile.row0 / kTileRows * blocks + tile.col0 / Int4Layout::kCols) *
                            Int4Layout::kWords;
+  Int4Group group{};
+  int loaded = -1;
   for (int col = 0; col < tile.cols; col += 16) {
-    const int group = std::min(tile.col0 + col, params.K - 1) / params.weight.group;
+    const int wanted = std::min(tile.col0 + col, params.K - 1) / params.weight.group;
+    if (wanted != loaded) group.load<T>(params, tile.row0, wanted);
+    loaded = wanted;
     const std::uint32_t* fragment =
         packed + col / Int4Layout::kCols * Int4Layout::kWords + col % Int4Layout::kCols / 16;
-    for (int r = 0; r < kTileRows; ++r) {
-      const std::int64_t n = tile.row0 + r;
-      const std::int64_t at = static_cast<std::int64_t>(group) * params.N + n;
-      const bool inside = n < params.N;
-      const float scale = inside ? static_cast<float>(scales[at]) : 0.0f;
-      const float zero =
-          inside && params.weight.zeros ? params.weight.zeros[at] : Int4Layout::kSymmetricZero;
-      expand_fragment_row<T>(fragment + r % 8 * 16, r / 8, zero, scale, tile.row(r) + col);
-    }
+    for (int r = 0; r < kTileRows / 2; ++r)
+      expand_fragment<T>(fragment + r * 16, group, r, tile.row(r) + col);
   }
 }
 

@@ -12,6 +12,7 @@ namespace ridgeline::cpu {
 constexpr int kLanes = 8;
 typedef float FloatLanes __attribute__((vector_size(32)));
 typedef std::uint32_t WordLanes __attribute__((vector_size(32)));
+typedef std::int32_t IntLanes __attribute__((vector_size(32)));
 
 inline FloatLanes load_lanes(const float* p) {
   FloatLanes lanes;
