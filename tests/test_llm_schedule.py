@@ -152,6 +152,17 @@ def test_one_step_ahead_ends_and_counts_as_step_by_step(folder: Path):
     assert len(ahead[4].prompt_logprobs) == len(PROMPTS[4])
 
 
+@pytest.mark.parametrize("end", ["stop token", "abort"])
+def test_nothing_stays_in_flight_when_the_last_request_ends_early(folder: Path, end: str):
+    with open_ahead(folder) as llm:
+        stop = tokens(llm, PROMPTS[0], GREEDY)[0][4]
+        params = SamplingParams(temperature=0, max_tokens=20, stop_token_ids=[stop])
+        for piece in llm.stream(PROMPTS[0], params if end == "stop token" else GREEDY):
+            if end == "abort":
+                llm.abort(piece.request_id)
+        assert llm.stats().in_flight == 0
+
+
 def test_abort_one_step_ahead_leaves_the_others_alone(folder: Path, params, alone):
     with open_ahead(folder) as llm:
         got: list[list[int]] = [[] for _ in PROMPTS]

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers
 
 import tiny_model
 from ridgeline.tokenizer import Detokenizer, StopStrings, Tokenizer
@@ -19,6 +21,33 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     tiny_model.save_tokenizer(folder)
     return Tokenizer(folder / "tokenizer.json")
+
+
+@pytest.fixture(scope="module")
+def byte_fallback(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """As SentencePiece models have it: spaces as a mark, unknown characters as byte tokens. Its
+    decoder turns each byte of a run into a replacement character unless the whole run is valid."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)}
+    vocab |= {character: 256 + i for i, character in enumerate("▁abcdefgh")}
+    backend = Backend(models.BPE(vocab, [], byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)])
+    path = tmp_path_factory.mktemp("fallback") / "tokenizer.json"
+    backend.save(str(path))
+    return Tokenizer(path)
+
+
+@given(text=st.text(alphabet="a b▁é日𓀀\n", min_size=1, max_size=20))
+@example("𓀀𓀀")  # eight byte tokens in a row
+@example("é日")  # the second character's bytes make the first one's invalid for a while
+def test_byte_fallback_text_joins_and_never_splits_a_character(byte_fallback, text):
+    (ids,) = byte_fallback.encode([text])
+    pieces = pieces_of(byte_fallback, ids)
+    assert "".join(pieces) == byte_fallback.decode(ids)
+    assert not any(REPLACEMENT in piece for piece in pieces)
 
 
 def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
