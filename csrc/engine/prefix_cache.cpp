@@ -8,7 +8,6 @@ namespace ridgeline::engine {
 void HashChain::extend(Tokens tokens, std::int32_t block_size) {
   const std::size_t size = static_cast<std::size_t>(block_size);
   const std::size_t full = tokens.size() / size;
-  hashes.reserve(full);
   while (hashes.size() < full) {
     const Hash128& parent = hashes.empty() ? tenant : hashes.back();
     hashes.push_back(hash_block(parent, tokens.subspan(hashes.size() * size, size)));
