@@ -126,6 +126,30 @@ def test_a_stop_string_is_found_in_a_character_spread_over_tokens(llm: LLM):
     assert final.request is not None and final.request.outputs[0].text == "x"
 
 
+@pytest.mark.parametrize("end", ["length", "abort"])
+@pytest.mark.parametrize(
+    ("text", "shown"), [("a xy", "a xy"), ("a 𓀀", "a \N{REPLACEMENT CHARACTER}")]
+)
+def test_the_end_shows_what_was_kept_back(llm: LLM, end: str, text: str, shown: str):
+    """The start of a stop string that never came, bytes of a character that never came whole."""
+    tokenizer = llm._parts.tokenizer
+    (ids,) = tokenizer.encode([text])
+    ids = ids[:-1] if text != shown else ids
+    updates: deque[StreamOutput] = deque()
+    options = {"prompt_index": 0, "tokenizer": tokenizer, "arrival_time": 0.0}
+    request = Request("0", None, [1], SamplingParams(stop="xyz"), [0], updates, **options)
+    (sequence,) = request.sequences
+    for token in ids[:-1]:
+        sequence.append(token, None, None, 1.0)
+    sequence.append(ids[-1], end if end == "length" else None, None, 1.0)
+    if end == "abort":
+        assert not updates[-1].text.endswith(shown[-1])
+        sequence.end("abort", 2.0)
+    assert request.output.outputs[0].text == shown
+    assert "".join(update.text for update in updates) == shown
+    assert request.output.outputs[0].finish_reason == end
+
+
 def test_stop_tokens_end_the_output_and_have_no_text(llm: LLM):
     whole = run(llm, max_tokens=12, ignore_eos=True)
     stop = whole.token_ids[5]
