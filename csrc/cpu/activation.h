@@ -11,7 +11,7 @@ inline float silu(float x) { return x / (1.0f + exp(-x)); }
 
 /// x * Phi(x).
 inline float gelu(float x) {
-  const float tail = exp2(log2_upper_tail(std::abs(x)));
+  const float tail = exp2_of_negative(log2_upper_tail(std::abs(x)));
   return x * (x < 0.0f ? tail : 1.0f - tail);
 }
 

@@ -1,5 +1,6 @@
 #pragma once
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
@@ -27,6 +28,21 @@ template <class T>
 void from_floats(const float* x, std::int64_t count, T* y) {
 #pragma omp simd
   for (std::int64_t i = 0; i < count; ++i) y[i] = static_cast<T>(x[i]);
+}
+
+/// The rounding of BFloat16's constructor on words: through the struct the compiler does not
+/// vectorise it.
+template <>
+inline void from_floats<BFloat16>(const float* x, std::int64_t count, BFloat16* y) {
+  auto* bits = reinterpret_cast<std::uint16_t*>(y);
+#pragma omp simd
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto word = std::bit_cast<std::uint32_t>(x[i]);
+    const std::uint32_t rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+    const std::uint32_t quiet = (word >> 16) | 0x40u;
+    const std::uint32_t magnitude = word & 0x7fffffffu;
+    bits[i] = static_cast<std::uint16_t>(magnitude > 0x7f800000u ? quiet : rounded);
+  }
 }
 
 #if defined(__F16C__)
@@ -93,18 +109,27 @@ float sum_over(std::int64_t count, Fn fn) {
   return static_cast<float>(total);
 }
 
-/// The largest fn(i), or NaN if one is NaN; -inf for an empty range.
+/// The largest fn(i), or NaN if one is NaN; -inf for an empty range. Lanes are written out: the
+/// compiler does not vectorise a maximum whose NaN matters.
 template <class Fn>
 float max_over(std::int64_t count, Fn fn) {
-  float best = -std::numeric_limits<float>::infinity();
-  int nans = 0;
-#pragma omp simd reduction(max : best) reduction(+ : nans)
-  for (std::int64_t i = 0; i < count; ++i) {
-    const float value = fn(i);
-    best = best > value ? best : value;
-    nans += value != value ? 1 : 0;
+  constexpr int kLanes = 32;
+  float best[kLanes];
+  std::int32_t nans[kLanes] = {};
+  std::fill_n(best, kLanes, -std::numeric_limits<float>::infinity());
+  const auto take = [&](int lane, float value) {
+    best[lane] = best[lane] > value ? best[lane] : value;
+    nans[lane] |= value != value ? 1 : 0;
+  };
+  std::int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) {
+#pragma omp simd
+    for (int lane = 0; lane < kLanes; ++lane) take(lane, fn(i + lane));
   }
-  return nans != 0 ? std::numeric_limits<float>::quiet_NaN() : best;
+  for (int lane = 0; i < count; ++i, ++lane) take(lane, fn(i));
+  if (std::any_of(nans, nans + kLanes, [](std::int32_t seen) { return seen != 0; }))
+    return std::numeric_limits<float>::quiet_NaN();
+  return *std::max_element(best, best + kLanes);
 }
 
 }  // namespace ridgeline::cpu
