@@ -1,4 +1,4 @@
-"""Attention by its definition, in the dtype of its inputs: float64 for references, theirs for rivals."""
+"""Attention by its definition, in the dtype of its inputs: float64 makes it the reference."""
 
 from __future__ import annotations
 
