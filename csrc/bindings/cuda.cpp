@@ -1,13 +1,14 @@
 #include <string>
 
+#include "bindings/activation.h"
+#include "bindings/attention.h"
 #include "bindings/cuda_backend.h"
+#include "bindings/kv_cache.h"
 #include "bindings/gemm.h"
 #include "bindings/norm.h"
 #include "bindings/sampling.h"
-#include "bindings/kv_cache.h"
 #include "bindings/quantize.h"
 #include "bindings/reduction.h"
-#include "bindings/activation.h"
 #include "build_info.h"
 
 namespace {
@@ -40,11 +41,12 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CUDA, m) {
   // Kernels of another build may disagree with _C on a schema: they stay unregistered, and the
   // loader says why when a CUDA tensor arrives.
   if (core_build_id() != ridgeline::kBuildId) return;
+  register_attention<Cuda>(m);
+  register_kv_cache<Cuda>(m);
+  register_sampling<Cuda>(m);
+  register_activation<Cuda>(m);
   register_gemm<Cuda>(m);
   register_norm<Cuda>(m);
-  register_sampling<Cuda>(m);
-  register_kv_cache<Cuda>(m);
   register_quantize<Cuda>(m);
   register_reduction<Cuda>(m);
-  register_activation<Cuda>(m);
 }

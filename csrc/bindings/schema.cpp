@@ -3,10 +3,30 @@
 #include "bindings/gemm.h"
 #include "bindings/tensor.h"
 #include "build_info.h"
+#include "kernels/attention_config.h"
 
 /// Every schema of the library, once. Optional tensors are absent features; sizes come from tensors.
 STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def("build_id() -> str");
+
+  m.def(
+      "attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, bool causal, float scale, "
+      "int window, float softcap) -> (Tensor, Tensor)");
+  m.def(
+      "attention_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_q, Tensor cu_k, int max_q, "
+      "int max_k, Tensor? sinks, bool causal, float scale, int window, float softcap) "
+      "-> (Tensor, Tensor)");
+  m.def(
+      "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, "
+      "Tensor seq_lens, Tensor? cu_q, int max_q, Tensor? k_start, Tensor? k_scale, "
+      "Tensor? v_scale, Tensor? sinks, bool causal, float scale, int window, float softcap, "
+      "int shared_blocks, Tensor(a!)? workspace, Tensor(b!)? counters) -> (Tensor, Tensor)");
+  m.def(
+      "attention_workspace(int batch, int heads, int kv_heads, int head_dim, int max_q, int max_k, "
+      "int kv_bytes) -> int");
+  m.def(
+      "merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) "
+      "-> (Tensor, Tensor)");
 
   m.def("rmsnorm(Tensor x, Tensor weight, float eps, float offset, bool weights_ready) -> Tensor");
   m.def(
@@ -33,19 +53,6 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def("quantize_fp8(Tensor x, str granularity) -> (Tensor, Tensor)");
 
   m.def(
-      "rope(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");
-  m.def(
-      "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, "
-      "Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
-  m.def(
-      "rope_write_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, "
-      "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slots, Tensor(d!)? k_scale, "
-      "Tensor(e!)? v_scale, bool interleaved) -> ()");
-  m.def(
-      "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pairs, Tensor(c!)? k_scale, "
-      "Tensor(d!)? v_scale) -> ()");
-
-  m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, "
       "Tensor? norm_weight, float norm_eps, bool batch_invariant, bool weights_ready) -> Tensor");
   m.def(
@@ -61,6 +68,19 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "bool batch_invariant) -> str");
 
   m.def(
+      "rope(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");
+  m.def(
+      "write_kv(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slots, "
+      "Tensor(c!)? k_scale, Tensor(d!)? v_scale) -> ()");
+  m.def(
+      "rope_write_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, "
+      "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slots, Tensor(d!)? k_scale, "
+      "Tensor(e!)? v_scale, bool interleaved) -> ()");
+  m.def(
+      "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pairs, Tensor(c!)? k_scale, "
+      "Tensor(d!)? v_scale) -> ()");
+
+  m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
       "Tensor seeds, Tensor positions, Tensor? penalties, Tensor? token_counts, Tensor? bias, "
       "Tensor? mask) -> Tensor");
@@ -69,9 +89,29 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
 
 namespace {
 std::string build_id() { return ridgeline::kBuildId; }
+
+std::int64_t attention_workspace(std::int64_t batch, std::int64_t heads, std::int64_t kv_heads,
+                                 std::int64_t head_dim, std::int64_t max_q, std::int64_t max_k,
+                                 std::int64_t kv_bytes) {
+  using ridgeline::check;
+  check(kv_heads > 0 && heads % kv_heads == 0, "heads: expected a multiple of kv_heads, ", kv_heads,
+        ", got ", heads);
+  check(kv_bytes == 1 || kv_bytes == 2, "kv_bytes: expected 1 or 2, got ", kv_bytes);
+  ridgeline::AttentionParams p{};
+  p.dtype = ridgeline::DType::kBFloat16;
+  p.kv_dtype = kv_bytes == 1 ? ridgeline::DType::kInt8 : p.dtype;
+  p.batch = ridgeline::checked_int32(batch, "batch");
+  p.heads = ridgeline::checked_int32(heads, "heads");
+  p.kv_heads = ridgeline::checked_int32(kv_heads, "kv_heads");
+  p.head_dim = ridgeline::checked_int32(head_dim, "head_dim");
+  p.max_q = ridgeline::checked_int32(max_q, "max_q");
+  p.max_k = ridgeline::checked_int32(max_k, "max_k");
+  return ridgeline::attention_config::workspace_bytes(p);
+}
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(ridgeline, CompositeExplicitAutograd, m) {
   m.impl("build_id", TORCH_BOX(&build_id));
   m.impl("gemm_plan", TORCH_BOX(&ridgeline::bindings::gemm_plan));
+  m.impl("attention_workspace", TORCH_BOX(&attention_workspace));
 }

@@ -4,18 +4,28 @@ All ops take CPU or CUDA tensors, work under ``torch.compile(fullgraph=True)`` a
 accumulate in float32 and accept length 0 everywhere.
 """
 
+from ridgeline.ops.activation import bias_gelu, gelu_mul, silu_mul
+from ridgeline.ops.attention import (
+    attention,
+    attention_varlen,
+    attention_workspace_bytes,
+    merge_attention,
+    paged_attention,
+)
 from ridgeline.ops.gemm import fp8_linear, int4_linear, linear
 from ridgeline.ops.int4_weight import Int4Weight, pack_int4
-from ridgeline.ops.activation import bias_gelu, gelu_mul, silu_mul
-from ridgeline.ops.reduction import row_reduce, softmax
-from ridgeline.ops.quantize import quantize_fp8
-from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
 from ridgeline.ops.kv_cache import copy_blocks, rope, rope_write_kv, write_kv
+from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
+from ridgeline.ops.quantize import quantize_fp8
+from ridgeline.ops.reduction import row_reduce, softmax
 from ridgeline.ops.sampling import sample, top_logprobs
 
 __all__ = [
     "Int4Weight",
     "add_rmsnorm",
+    "attention",
+    "attention_varlen",
+    "attention_workspace_bytes",
     "bias_gelu",
     "copy_blocks",
     "fp8_linear",
@@ -24,7 +34,9 @@ __all__ = [
     "layernorm",
     "layernorm_gelu",
     "linear",
+    "merge_attention",
     "pack_int4",
+    "paged_attention",
     "quantize_fp8",
     "rmsnorm",
     "rope",
