@@ -15,6 +15,25 @@ inline float load_float(const void* data, DType dtype, std::int64_t i) {
   return value;
 }
 
+/// Transposes 8x8 values in three rounds: single values, pairs, and halves change places.
+inline void transpose_square(FloatLanes (&m)[kLanes]) {
+  FloatLanes singles[kLanes], pairs[kLanes];
+  for (int i = 0; i < kLanes; i += 2) {
+    singles[i] = __builtin_shufflevector(m[i], m[i + 1], 0, 8, 1, 9, 4, 12, 5, 13);
+    singles[i + 1] = __builtin_shufflevector(m[i], m[i + 1], 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  for (int i = 0; i < kLanes; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      const FloatLanes low = singles[i + j], high = singles[i + 2 + j];
+      pairs[i + 2 * j] = __builtin_shufflevector(low, high, 0, 1, 8, 9, 4, 5, 12, 13);
+      pairs[i + 2 * j + 1] = __builtin_shufflevector(low, high, 2, 3, 10, 11, 6, 7, 14, 15);
+    }
+  for (int i = 0; i < 4; ++i) {
+    m[i] = __builtin_shufflevector(pairs[i], pairs[i + 4], 0, 1, 2, 3, 8, 9, 10, 11);
+    m[i + 4] = __builtin_shufflevector(pairs[i], pairs[i + 4], 4, 5, 6, 7, 12, 13, 14, 15);
+  }
+}
+
 /// What one thread works in. Every product's rows are contiguous.
 struct TileBuffers {
   TileBuffers(int rows, int head_dim)
@@ -104,9 +123,13 @@ class KeyTiles {
   /// [8, head_dim] into columns of [head_dim, kKeyTile].
   void transpose(const float* rows, float* columns) const {
     const int width = p_.head_dim;
-    for (int d = 0; d < width; ++d)
+    for (int d = 0; d < width; d += kLanes) {
+      FloatLanes square[kLanes];
+      for (int j = 0; j < kLanes; ++j) square[j] = load_lanes(rows + j * width + d);
+      transpose_square(square);
       for (int j = 0; j < kLanes; ++j)
-        columns[d * attention_config::kKeyTile + j] = rows[j * width + d];
+        store_lanes(columns + (d + j) * attention_config::kKeyTile, square[j]);
+    }
   }
 
   const AttentionParams& p_;
