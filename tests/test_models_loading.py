@@ -154,6 +154,11 @@ def test_missing_shards_are_all_named(sharded: Path):
         open_llm(sharded)
 
 
+def test_a_shape_that_cannot_be_quantised_names_the_matrix(folder: Path):
+    with pytest.raises(ValueError, match=r"'int4' of layers\.0\.qkv: .*128.*64"):
+        open_llm(folder, quantization="int4")
+
+
 def test_random_weights_need_a_shape_only(folder: Path):
     config = json.loads((folder / "config.json").read_text())
     with LLM.from_config(config, device="cpu", num_blocks=4, max_num_seqs=2) as llm:

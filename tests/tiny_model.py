@@ -44,8 +44,12 @@ def save_llama(folder: Path, *, max_shard_size: str = "1GB", **overrides: Any) -
     config = LlamaConfig(**(shape | overrides))
     model = LlamaForCausalLM(config).eval()
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # transformers starts them at zero, which would hide a mistake
+        # transformers starts biases at 0 and norms at 1, which would hide that one is left out or
+        # takes another's place.
+        if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
+        if name.endswith("norm.weight"):
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
 

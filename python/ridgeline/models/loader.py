@@ -97,12 +97,15 @@ def _build(
     def linear(name: str) -> Linear:
         weight = take(f"{name}.weight")
         bias = take(f"{name}.bias") if f"{name}.bias" in table else None
-        return make_linear(
-            weight,
-            bias,
-            quantization=options.quantization,
-            batch_invariant=options.batch_invariant,
-        )
+        try:
+            return make_linear(
+                weight,
+                bias,
+                quantization=options.quantization,
+                batch_invariant=options.batch_invariant,
+            )
+        except ValueError as error:
+            raise ValueError(f"quantization {options.quantization!r} of {name}: {error}") from error
 
     def layer(i: int) -> Layer:
         return Layer(
