@@ -1,7 +1,4 @@
-"""Runs every bench_*.py of this folder into one results file and prints its table.
-
-    python benchmarks/run_all.py [--quick] [--device cpu] [--only norm,gemm]
-"""
+"""Runs every bench_*.py of this folder into one results file and prints its table."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ from datetime import date
 from pathlib import Path
 
 import torch
+
 from ridgeline.roofline.machine import device_name
 from timer import RESULTS
 

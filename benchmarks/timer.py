@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from ridgeline.roofline import Cost
 from ridgeline.roofline.machine import Roofs, device_name, measure_roofs
 from ridgeline.roofline.timing import Timing, time_call
@@ -132,7 +133,8 @@ def _line(row: dict[str, Any]) -> str:
     shape = " ".join(f"{k}={v}" for k, v in row.items() if k not in NOT_SHAPE)
     speed = ""
     if row.get("bytes") and row.get("us"):
-        speed = f"{row['bytes'] / row['us'] / 1e6:6.2f} TB/s {row['flops'] / row['us'] / 1e6:7.1f} TF"
+        rates = (row[quantity] / row["us"] / 1e6 for quantity in ("bytes", "flops"))
+        speed = "{:6.2f} TB/s {:7.1f} TF".format(*rates)
     return (
         f"{row['bench']:<16} {row['impl']:<14} {shape:<48} {row.get('us', 0):>10.2f} us {speed} "
         f"{100 * row.get('share', 0):5.1f}% {row.get('bound', '')}"

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from numerics import as_tuple, assert_close, competitor_bound, to_float64
-from op_table import Context, Error, OpCase, Sample, all_cases
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from numerics import as_tuple, assert_close, competitor_bound, to_float64
+from op_table import Context, Error, OpCase, Sample, all_cases
 
 CASES = all_cases()
 DEVICES = [

@@ -1,4 +1,4 @@
-"""Loads the compiled core once: ``_C`` (schemas, CPU ops, engine), then ``_cuda.so`` if it can work.
+"""Loads the compiled core once: ``_C`` (schemas, CPU ops, engine), then ``_cuda.so`` if it can.
 
 A CUDA part that cannot be loaded never breaks the import: the reason is kept as text, shown by
 ``ridgeline.info()`` and raised when a CUDA tensor reaches an op.

@@ -29,8 +29,8 @@ class Timing:
 
 def _summary(samples: Sequence[float], cold: bool) -> Timing:
     ordered = sorted(samples)
-    pick = [ordered[round(q * (len(ordered) - 1))] for q in (0.5, 0.1, 0.9)]
-    return Timing(*pick, cold=cold)
+    median, p10, p90 = (ordered[round(q * (len(ordered) - 1))] for q in (0.5, 0.1, 0.9))
+    return Timing(median, p10, p90, cold)
 
 
 def _set_bytes(inputs: Sequence[Any]) -> int:
@@ -70,9 +70,7 @@ def time_call(
     return _summary(_graph_samples(sets, call, max(launches, len(sets)), replays), cold)
 
 
-def _cpu_samples(
-    sets: list[Sequence[Any]], call: Callable[..., Any], replays: int
-) -> list[float]:
+def _cpu_samples(sets: list[Sequence[Any]], call: Callable[..., Any], replays: int) -> list[float]:
     samples = []
     for i in range(replays + 2):
         inputs = sets[i % len(sets)]
@@ -95,7 +93,7 @@ def _graph_samples(
         for i in range(launches):
             call(*sets[i % len(sets)])
     samples = []
-    for i in range(replays + 2):
+    for _ in range(replays + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
