@@ -10,11 +10,9 @@ elseif(NOT RIDGELINE_CUDA MATCHES "^(AUTO|ON)$")
   message(FATAL_ERROR "RIDGELINE_CUDA: expected AUTO, ON or OFF, got '${RIDGELINE_CUDA}'")
 endif()
 
-# "80,90a,90-virtual" as -gencode options; `hopper` keeps those whose code may use sm_90a's own
-# instructions.
+# "80,90a,90-virtual" as compiler options.
 string(REGEX REPLACE "[,; ]+" ";" archs "${RIDGELINE_CUDA_ARCHS}")
 set(RIDGELINE_GENCODE "")
-set(RIDGELINE_GENCODE_SM90 "")
 foreach(arch IN LISTS archs)
   if(NOT arch MATCHES "^[0-9]+[af]?(-virtual)?$")
     message(FATAL_ERROR
@@ -26,7 +24,7 @@ foreach(arch IN LISTS archs)
   else()
     list(APPEND RIDGELINE_GENCODE "-gencode=arch=compute_${arch},code=sm_${arch}")
     if(arch STREQUAL "90a")
-      list(APPEND RIDGELINE_GENCODE_SM90 "-gencode=arch=compute_${arch},code=sm_${arch}")
+      list(APPEND RIDGELINE_GENCODE -DRIDGELINE_SM90A)
     endif()
   endif()
 endforeach()
@@ -122,8 +120,9 @@ endif()
 
 # ---- Kernels ----------------------------------------------------------------------------------
 
-# One object from one kernel file; `gencode` is the name of a list.
-function(ridgeline_compile_cuda source gencode result)
+# One object from one kernel file. Kernels of Hopper's own instructions have empty bodies on other
+# architectures and are asked for only where RIDGELINE_SM90A says that their code is in the build.
+function(ridgeline_compile_cuda source result)
   get_filename_component(stem "${source}" NAME_WE)
   set(object "${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}.o")
   set(launcher ${CMAKE_CUDA_COMPILER_LAUNCHER})
@@ -134,7 +133,7 @@ function(ridgeline_compile_cuda source gencode result)
     OUTPUT "${object}"
     COMMAND ${CMAKE_COMMAND} -E make_directory "${CMAKE_CURRENT_BINARY_DIR}/cuda"
     COMMAND ${launcher} "${ridgeline_nvcc}" -c "${CMAKE_CURRENT_SOURCE_DIR}/${source}"
-      -o "${object}" -MD -MF "${object}.d" -std=c++20 -O3 ${${gencode}}
+      -o "${object}" -MD -MF "${object}.d" -std=c++20 -O3 ${RIDGELINE_GENCODE}
       -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
       -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
       --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=--warn-on-spills
@@ -151,27 +150,23 @@ function(ridgeline_torch_cuda_library result)
     return()
   endif()
   set(source "${CMAKE_CURRENT_BINARY_DIR}/generated/torch_cuda_stub.cpp")
-  file(CONFIGURE OUTPUT "${source}" CONTENT "")
+  file(CONFIGURE OUTPUT "${source}" CONTENT
+    "extern \"C\" int aoti_torch_get_current_cuda_stream(int, void**) { return 1; }\n")
+  set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS -fvisibility=default)
   add_library(ridgeline_torch_cuda_stub SHARED "${source}")
   set_target_properties(ridgeline_torch_cuda_stub PROPERTIES OUTPUT_NAME torch_cuda
     LIBRARY_OUTPUT_DIRECTORY "${CMAKE_CURRENT_BINARY_DIR}/generated")
   set(${result} ridgeline_torch_cuda_stub PARENT_SCOPE)
 endfunction()
 
-# ridgeline_add_cuda_module(name CXX files... CUDA files... SM90 files...)
+# ridgeline_add_cuda_module(name CXX files... CUDA files...)
 function(ridgeline_add_cuda_module name)
-  cmake_parse_arguments(arg "" "" "CXX;CUDA;SM90" ${ARGN})
+  cmake_parse_arguments(arg "" "" "CXX;CUDA" ${ARGN})
   set(objects "")
   foreach(source IN LISTS arg_CUDA)
-    ridgeline_compile_cuda(${source} RIDGELINE_GENCODE object)
+    ridgeline_compile_cuda(${source} object)
     list(APPEND objects "${object}")
   endforeach()
-  if(RIDGELINE_GENCODE_SM90)
-    foreach(source IN LISTS arg_SM90)
-      ridgeline_compile_cuda(${source} RIDGELINE_GENCODE_SM90 object)
-      list(APPEND objects "${object}")
-    endforeach()
-  endif()
   add_library(${name} MODULE ${arg_CXX} ${objects})
   set_source_files_properties(${objects} PROPERTIES EXTERNAL_OBJECT ON GENERATED ON)
   set_target_properties(${name} PROPERTIES PREFIX "" SUFFIX ".so")
@@ -182,5 +177,5 @@ function(ridgeline_add_cuda_module name)
     "${RIDGELINE_CUDART}" ${CMAKE_DL_LIBS} rt pthread)
   target_link_libraries(${name} PRIVATE
     -Wl,--push-state,--no-as-needed ${torch_cuda} -Wl,--pop-state)
-  target_link_options(${name} PRIVATE -Wl,--exclude-libs,ALL -s)
+  target_link_options(${name} PRIVATE -Wl,--exclude-libs,ALL -Wl,--no-undefined -s)
 endfunction()

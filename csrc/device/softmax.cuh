@@ -28,15 +28,15 @@ struct OnlineSoftmax {
   float sum[2] = {0.0f, 0.0f};  // of this thread's columns alone
 
   /// Scores become weights relative to the largest so far. keep[] is what every earlier sum is to be
-  /// multiplied with.
+  /// multiplied with. Scores times `unit`, which is positive, are in units of log2.
   template <int kTiles>
-  __device__ __forceinline__ void step(float (&scores)[kTiles][4], float (&keep)[2]) {
+  __device__ __forceinline__ void step(float (&scores)[kTiles][4], float (&keep)[2], float unit = 1.0f) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      float piece = largest[r];
+      float piece = kMinusInfinity;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i) piece = fmaxf(piece, fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
-      piece = warp_reduce<MaxOrNaN, kQuad>(piece);
+      piece = warp_reduce<MaxOrNaN, kQuad>(fmaxf(largest[r], piece * unit));
       const float base = exponent_base(piece);
       keep[r] = ptx::exp2_approx(largest[r] - base);
       largest[r] = piece;
@@ -45,7 +45,7 @@ struct OnlineSoftmax {
       for (int i = 0; i < kTiles; ++i)
 #pragma unroll
         for (int c = 2 * r; c < 2 * r + 2; ++c) {
-          scores[i][c] = ptx::exp2_approx(scores[i][c] - base);
+          scores[i][c] = ptx::exp2_approx(fmaf(scores[i][c], unit, -base));
           total += scores[i][c];
         }
       sum[r] = sum[r] * keep[r] + total;

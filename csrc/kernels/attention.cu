@@ -170,9 +170,14 @@ void attention(const AttentionParams& p, Stream stream) {
   const std::int64_t rows = packed ? p.total_q : std::int64_t{p.batch} * p.max_q;
   if (rows == 0 || p.heads == 0) return;
   if (p.dtype == DType::kFloat32) return attention_launch::plain(p, stream);
-  const bool all_split = config::is_split(p.max_q, p.heads / p.kv_heads);
+  const bool all_split = config::is_split(p, p.max_q);
   if (packed || all_split) attention_launch::split(p, stream);
-  if (!all_split && p.batch > 0) attention_launch::prefill(p, stream);
+  if (all_split || p.batch == 0) return;
+  if (attention_launch::covers_sm90(p)) {
+    attention_launch::prefill_sm90(p, stream);
+  } else {
+    attention_launch::prefill(p, stream);
+  }
 }
 
 }  // namespace ridgeline

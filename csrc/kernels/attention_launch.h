@@ -12,6 +12,10 @@ void split(const AttentionParams& params, Stream stream);
 /// Sequences of many queries. fp16 and bf16.
 void prefill(const AttentionParams& params, Stream stream);
 
+/// The same sequences as prefill on wgmma and the copy engine, where covers_sm90() is true.
+void prefill_sm90(const AttentionParams& params, Stream stream);
+bool covers_sm90(const AttentionParams& params);
+
 /// All sequences, on the CUDA cores in fp32.
 void plain(const AttentionParams& params, Stream stream);
 

@@ -1,0 +1,29 @@
+#pragma once
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "device/ptx/address.cuh"
+
+/// The bulk tensor copy engine (TMA).
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-tensor
+namespace ridgeline::ptx {
+
+/// Fetches the descriptor ahead of its first use.
+__device__ __forceinline__ void prefetch_tensor_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+/// Copies the box of `map` at these coordinates (innermost first) to shared memory; `barrier`
+/// receives its bytes. One thread issues it.
+__device__ __forceinline__ void copy_tensor_4d(void* target, const CUtensorMap* map,
+                                               std::uint64_t* barrier, int c0, int c1, int c2,
+                                               int c3) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(shared_address(target)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
+      : "memory");
+}
+
+}  // namespace ridgeline::ptx
