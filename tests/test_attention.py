@@ -129,19 +129,22 @@ def test_varlen_equals_each_sequence(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("chunk", [1, 16, 100])
-def test_chunked_agrees_with_whole(device: str, chunk: int) -> None:
-    """Bit for bit on the CPU and in chunks of the same tile shape; else as the weights round."""
+@pytest.mark.parametrize("invariant", [False, True])
+def test_chunked_agrees_with_whole(device: str, chunk: int, invariant: bool) -> None:
+    """Bit for bit on the CPU, in batch-invariant mode and in chunks of many queries; else as the
+    weights round."""
     length = 230
     paged = Paged(device, [length])
     q = normal(device, length, HEADS, DIM)
-    whole, whole_lse = paged.run(q, [0, length])
+    whole, whole_lse = paged.run(q, [0, length], batch_invariant=invariant)
     for begin in range(0, length, chunk):
         end = min(begin + chunk, length)
         part, lse = ops.paged_attention(
             q[begin:end], paged.k_cache, paged.v_cache, paged.tables, ints(device, [end]),
             ints(device, [0, end - begin]), return_lse=True, max_q=end - begin,
+            batch_invariant=invariant,
         )  # fmt: skip
-        if device == "cpu" or (end - begin) * (HEADS // KV_HEADS) > 64:
+        if device == "cpu" or invariant or (end - begin) * (HEADS // KV_HEADS) > 64:
             assert same((part, lse), (whole[begin:end], whole_lse[:, begin:end]))
         largest = paged.v[0].abs().max().item()
         allowed = 4 * torch.finfo(torch.bfloat16).eps * largest

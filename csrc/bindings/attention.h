@@ -213,7 +213,8 @@ std::tuple<Tensor, Tensor> paged_attention(
     const Tensor& seq_lens, const OptionalTensor& cu_q, std::int64_t max_q,
     const OptionalTensor& k_start, const OptionalTensor& k_scale, const OptionalTensor& v_scale,
     const OptionalTensor& sinks, bool causal, double scale, std::int64_t window, double softcap,
-    std::int64_t shared_blocks, const OptionalTensor& workspace, const OptionalTensor& counters) {
+    std::int64_t shared_blocks, bool batch_invariant, const OptionalTensor& workspace,
+    const OptionalTensor& counters) {
   const Backend on(q, "q");
   Expect(q, "q").dim(3);
   Expect(k_cache, "k_cache").dim(4);
@@ -242,6 +243,7 @@ std::tuple<Tensor, Tensor> paged_attention(
   set_options(p, q, {sinks, causal, scale, window, softcap});
   check(shared_blocks >= 0 && shared_blocks <= p.max_blocks, "shared_blocks: expected 0 to ",
         p.max_blocks, ", got ", shared_blocks);
+  p.batch_invariant = batch_invariant;
   if (counters) Expect(*counters, "counters").on_device_of(q, "q").dtype(DType::kInt32).contiguous();
   return run_attention(on, p, q, {p.heads, rows}, workspace);
 }

@@ -20,7 +20,8 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, "
       "Tensor seq_lens, Tensor? cu_q, int max_q, Tensor? k_start, Tensor? k_scale, "
       "Tensor? v_scale, Tensor? sinks, bool causal, float scale, int window, float softcap, "
-      "int shared_blocks, Tensor(a!)? workspace, Tensor(b!)? counters) -> (Tensor, Tensor)");
+      "int shared_blocks, bool batch_invariant, Tensor(a!)? workspace, Tensor(b!)? counters) "
+      "-> (Tensor, Tensor)");
   m.def(
       "attention_workspace(int batch, int heads, int kv_heads, int head_dim, int max_q, int max_k, "
       "int kv_bytes) -> int");

@@ -63,6 +63,8 @@ struct AttentionParams {
   DType sinks_dtype;     // dtype or fp32
   std::int32_t window;   // 0: none
   bool causal;
+  bool batch_invariant;  // one route for any number of queries: a row's bits do not depend on how
+                         // many its sequence brings; few queries then run slower
 
   void* workspace;       // attention_workspace_bytes() of them, any contents; null if that is 0
 };

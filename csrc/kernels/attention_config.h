@@ -64,6 +64,10 @@ constexpr bool is_split(std::int32_t q_len, std::int32_t group) {
   return q_len == 1 || (q_len <= kFewQueries && q_len * group <= kFewRows);
 }
 
+constexpr bool is_split(const AttentionParams& p, std::int32_t q_len) {
+  return !p.batch_invariant && is_split(q_len, p.heads / p.kv_heads);
+}
+
 /// Keys a split: 128 KB of keys and values, so that writing and reading a partial result of up to
 /// 8 rows stays a few per cent of it; doubled where a sequence would need more than kMaxSplits.
 constexpr std::int32_t split_keys(std::int32_t head_dim, std::int32_t kv_bytes,
@@ -97,7 +101,7 @@ constexpr std::int32_t max_split_rows(std::int32_t max_q, std::int32_t group) {
 constexpr std::int64_t workspace_rows(const AttentionParams& p) {
   const std::int32_t kv_bytes = static_cast<std::int32_t>(size_of(p.kv_dtype));
   const std::int64_t splits = max_split_count(p.head_dim, kv_bytes, p.max_k);
-  if (splits == 1) return 0;  // one split writes the result itself
+  if (splits == 1 || p.batch_invariant) return 0;  // one split writes the result itself
   const std::int32_t rows = max_split_rows(p.max_q, p.heads / p.kv_heads);
   return splits * p.batch * p.kv_heads * rows;
 }

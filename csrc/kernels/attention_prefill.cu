@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads<kDim>, 2) prefill_kernel(const __grid
   work.sequence = config::sequence_of(p, work.batch);
   work.first_row = (params.tiles - 1 - static_cast<int>(blockIdx.x) % params.tiles) * kRows<kDim>;
   work.rows = work.sequence.q_len * work.group;
-  if (config::is_split(work.sequence.q_len, work.group) || work.first_row >= work.rows) return;
+  if (config::is_split(p, work.sequence.q_len) || work.first_row >= work.rows) return;
 
   const int last_row = min(work.first_row + kRows<kDim>, work.rows) - 1;
   const config::KeyRange first_sees = config::visible_keys(p, work.sequence, work.query(work.first_row));

@@ -216,7 +216,7 @@ __global__ void __launch_bounds__(kThreads, 2) split_kernel(const __grid_constan
   work.sequence = config::sequence_of(p, work.batch);
   work.first_row = static_cast<int>(blockIdx.x) % of_pair / params.max_splits * kWarpRows;
   work.rows = work.sequence.q_len * work.group;
-  if (!config::is_split(work.sequence.q_len, work.group) || work.first_row >= work.rows) return;
+  if (!config::is_split(p, work.sequence.q_len) || work.first_row >= work.rows) return;
   const int k_len = work.sequence.k_len;
   const bool expands = p.k_scale != nullptr;
   const int bytes = expands ? 1 : 2;
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kCombineRows* device::kWarpSize)
   work.sequence = config::sequence_of(p, work.batch);
   work.rows = work.sequence.q_len * work.group;
   const int splits = config::split_count(p.head_dim, p.k_scale ? 1 : 2, work.sequence.k_len);
-  if (!config::is_split(work.sequence.q_len, work.group) || row >= work.rows || splits == 1) return;
+  if (!config::is_split(p, work.sequence.q_len) || row >= work.rows || splits == 1) return;
 
   const Partials partials(params);
   const std::int64_t first = Partials::index(params, work, row, 0);

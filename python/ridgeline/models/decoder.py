@@ -52,6 +52,7 @@ class Decoder:
     Attributes:
         embedding: ``[vocab, hidden]``.
         cos_sin: ``[max_model_len, head_dim]`` float32.
+        batch_invariant: results do not depend on how a prompt is cut into steps.
     """
 
     config: ModelConfig
@@ -60,6 +61,7 @@ class Decoder:
     norm: Tensor
     head: Linear
     cos_sin: Tensor
+    batch_invariant: bool = False
 
     def hidden_states(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Runs the layers and writes the cache; the normed output ``[tokens, hidden]``."""
@@ -102,6 +104,7 @@ class Decoder:
             inputs.seq_lens,
             inputs.cu_q,
             max_q=inputs.max_q,
+            batch_invariant=self.batch_invariant,
             k_scale=cache.k_scale[layer],
             v_scale=cache.v_scale[layer],
         )

@@ -128,6 +128,7 @@ def _build(
         cos_sin=cos_sin_table(config.rope, config.head_dim, options.max_model_len).to(
             options.device
         ),
+        batch_invariant=options.batch_invariant,
     )
     assert not table, f"never used: {list(table)}"
     return decoder

@@ -134,6 +134,7 @@ def paged_attention(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     shared_blocks: int = 0,
+    batch_invariant: bool = False,
     plan: None = None,
     workspace: Tensor | None = None,
     counters: Tensor | None = None,
@@ -155,6 +156,9 @@ def paged_attention(
         k_scale, v_scale: bfloat16 ``[num_blocks, block_size, Hkv]`` of a quantised cache.
         shared_blocks: how many leading blocks all sequences share; a hint that never changes the
             result.
+        batch_invariant: a row's bits do not depend on how many queries its sequence brings in
+            this call (a chunk, a whole prompt, one token); decode then runs slower on CUDA. They
+            never depend on the other sequences.
         plan: must be None (the work is cut from shapes and from the lengths on the device).
         workspace: uint8, any contents, at least :func:`attention_workspace_bytes`; None: allocated.
         counters: int32, zero on entry and on exit; None: not needed.
@@ -181,8 +185,8 @@ def paged_attention(
     check_ids("cu_q", cu_q, 0, q.shape[0] + 1)
     out, lse = _ops.paged_attention(
         q, k_cache, v_cache, block_tables, seq_lens, cu_q, max_q or 0, k_start, k_scale, v_scale,
-        sinks, causal, _scale(scale, q), _window(window), softcap, shared_blocks, workspace,
-        counters,
+        sinks, causal, _scale(scale, q), _window(window), softcap, shared_blocks,
+        batch_invariant, workspace, counters,
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
