@@ -53,8 +53,8 @@ __device__ float weight_at(const GemmParams& p, std::int64_t n, int k) {
 // ---- Kernels ------------------------------------------------------------------------------------
 
 /// The product where tensor cores cannot go: float32, and rows that 16-byte loads cannot read.
-/// Grid: (row tiles, tiles of weight rows) of 64 x 64. A thread owns 4 x 4 sums, each over K in
-/// order. Shared memory: 16 columns of both operands in float32.
+/// Grid: (row tiles, tiles of weight rows) of 64 x 64. A thread owns 4 x 4 sums: over 16
+/// columns in order, and these in order, so that rounding grows with K / 16. Shared memory: 16 columns of both operands in float32.
 /// Roofline: 2 M N K flops in fused multiply-adds.
 template <class T, WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads)
@@ -79,6 +79,7 @@ __global__ void __launch_bounds__(kThreads)
       weight_tile[k][r] = in_k && n0 + r < p.N ? weight_at<T, kFormat>(p, n0 + r, k0 + k) : 0.0f;
     }
     __syncthreads();  // the tiles are whole
+    float parts[kEach][kEach] = {};
     for (int k = 0; k < kDepth; ++k) {
       float weight[kEach];
 #pragma unroll
@@ -87,9 +88,13 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < kEach; ++i) {
         const float value = x_tile[k][row + i * (kTile / kEach)];
 #pragma unroll
-        for (int j = 0; j < kEach; ++j) sums[i][j] = fmaf(value, weight[j], sums[i][j]);
+        for (int j = 0; j < kEach; ++j) parts[i][j] = fmaf(value, weight[j], parts[i][j]);
       }
     }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) sums[i][j] += parts[i][j];
   }
 #pragma unroll
   for (int i = 0; i < kEach; ++i)
