@@ -66,7 +66,7 @@ class Bench:
         call: Callable[..., Any],
         cost: Cost,
         fields: dict[str, Any],
-        chained: bool = False,
+        chained: bool | None = None,
         reads_only: bool = False,
         launches: int = 20,
     ) -> Timing:
@@ -77,7 +77,7 @@ class Bench:
             make, call: see :func:`ridgeline.roofline.timing.time_call`.
             cost: bytes and flops that any implementation must spend.
             fields: the shape and dtype, as plain fields of the row.
-            chained: true under programmatic dependent launch.
+            chained: true under programmatic dependent launch; None: as our ops are launched.
             reads_only: the floor is that of the read roof instead of the copy roof.
         """
         replays = 5 if self.quick else 15
@@ -87,7 +87,7 @@ class Bench:
             "bench": op,
             "impl": impl,
             **fields,
-            "chained": chained,
+            "chained": self.device != "cpu" and impl == "ridgeline" if chained is None else chained,
             "us": round(timing.us, 3),
             "us_p10": round(timing.us_p10, 3),
             "us_p90": round(timing.us_p90, 3),
