@@ -220,5 +220,7 @@ def test_every_op_has_a_cost() -> None:
 def _public_ops_with_kernels() -> set[str]:
     import ridgeline
 
-    registered = {name.removeprefix("ridgeline::") for name in torch._C._dispatch_get_all_op_names()}
+    registered = {
+        name.removeprefix("ridgeline::") for name in torch._C._dispatch_get_all_op_names()
+    }
     return registered & set(ridgeline.ops.__all__)
