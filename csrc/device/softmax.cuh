@@ -17,8 +17,8 @@ __device__ __forceinline__ float exponent_base(float largest) { return largest =
 
 /// softcap * tanh(score / softcap), to a few units of 1e-7 of the cap.
 __device__ __forceinline__ float capped(float score, float softcap) {
-  const float e = ptx::exp2_approx(2.0f * kLog2E * score / softcap);
-  return softcap * (1.0f - 2.0f / (e + 1.0f));
+  const float e = ptx::exp2_approx(2.0f * kLog2E * __fdividef(score, softcap));
+  return softcap * (1.0f - __fdividef(2.0f, e + 1.0f));
 }
 
 /// Two rows of scores spread over a quad as the m16n8 accumulator has them: [..][0..1] belong to the
