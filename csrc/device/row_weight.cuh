@@ -9,6 +9,9 @@ namespace ridgeline::device {
 template <class T, class Row, bool kAhead>
 class RowWeight {
  public:
+  // Beside eight pieces they would take the registers that a second block on the SM needs.
+  static constexpr bool kKept = kAhead && Row::kHeld && Row::kPieces <= 4;
+
   /// `data` null stands for zeros.
   __device__ RowWeight(const Row& row, const void* data, bool is_float)
       : held_(row), data_(data), is_float_(is_float) {}
@@ -27,9 +30,6 @@ class RowWeight {
   }
 
  private:
-  // Beside eight pieces they would take the registers that a second block on the SM needs.
-  static constexpr bool kKept = kAhead && Row::kHeld && Row::kPieces <= 4;
-
   Row held_;
   const void* data_;
   bool is_float_;
