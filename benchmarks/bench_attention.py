@@ -36,7 +36,7 @@ def measure(bench: Bench, impl: str, op: str, **row: Any) -> None:
     """A baseline that this build of PyTorch lacks for a shape is named and left out."""
     try:
         bench.measure(op=op, impl=impl, **row)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if impl == "ridgeline":
             raise
         print(f"{op} {impl} {row['fields']}: {str(error).splitlines()[0]}")

@@ -62,8 +62,8 @@ class Layer:
                 chained=chained,
                 reads_only=self.M <= 64,
             )
-        except RuntimeError as error:
-            if impl == "ridgeline":
+        except (RuntimeError, ValueError) as error:
+            if impl.startswith("ridgeline"):
                 raise
             print(f"{op} {impl} {shape}: {str(error).splitlines()[0]}")
 

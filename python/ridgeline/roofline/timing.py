@@ -84,6 +84,7 @@ def _graph_samples(
     sets: list[Sequence[Any]], call: Callable[..., Any], launches: int, replays: int
 ) -> list[float]:
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # which fills the inputs
     with torch.cuda.stream(stream):
         for inputs in sets[:2]:
             call(*inputs)  # warm up: module load, workspace, library handles
