@@ -337,6 +337,7 @@ template <class Tile>
 void launch_tiles(const AttentionParams& p, Stream stream) {
   Launch launch{.attention = p};
   launch.box_rows = p.block_tables ? std::gcd(p.block_size, Tile::kKeys) : Tile::kKeys;
+  launch.boxes = Tile::kKeys / launch.box_rows * Tile::kParts;
   launch.q = device::swizzled_map(queries_of(p), Tile::kQueries);
   launch.k = device::swizzled_map(keys_of(p), launch.box_rows);
   launch.v = device::swizzled_map(values_of(p), launch.box_rows);

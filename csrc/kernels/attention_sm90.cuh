@@ -65,6 +65,7 @@ struct Launch {
   AttentionParams attention;
   CUtensorMap q, k, v;
   int box_rows;  // keys that one copy brings: they lie in one block
+  int boxes;     // copies of a tile of keys
   int tiles;     // of queries, of the longest sequence
   int together;  // heads whose keys and values fit in the L2 cache side by side
   int works;
@@ -87,7 +88,7 @@ struct Ring {
 /// A tile of queries of one head, and the tiles of keys it sees.
 struct Work {
   config::Sequence sequence;
-  int batch, head, first_query;
+  int batch, head, kv_head, first_query;
   int first_tile, last_tile;  // of keys; the last is not included
 };
 
@@ -102,6 +103,7 @@ __device__ __forceinline__ bool find_work(const Launch& launch, int index, Work&
   const int rest = index % per_group, pair = first_pair + rest % side_by_side;
   work.batch = pair / p.heads;
   work.head = pair % p.heads;
+  work.kv_head = work.head / (p.heads / p.kv_heads);
   work.first_query = (launch.tiles - 1 - rest / side_by_side) * Tile::kQueries;
   work.sequence = config::sequence_of(p, work.batch);
   const int q_len = work.sequence.q_len;
@@ -138,15 +140,14 @@ __device__ __forceinline__ void request_tile(const Launch& launch, const Work& w
   const int lane = threadIdx.x % device::kWarpSize;
   if (lane == 0) ptx::mbarrier_expect(full, sizeof(target));
   __syncwarp();  // the bytes are expected before the first can come
-  const int kv_head = work.head / (p.heads / p.kv_heads);
-  const int boxes = Tile::kKeys / launch.box_rows * Tile::kParts;
-  for (int i = lane; i < boxes; i += device::kWarpSize) {
+  // No division here: two tiles are all that is ahead, and what this warp spends is waited for.
+  for (int i = lane; i < launch.boxes; i += device::kWarpSize) {
     const int part = i % Tile::kParts, first = i / Tile::kParts * launch.box_rows;
     const attention_tile::Work place{.sequence = work.sequence, .batch = work.batch};
     const attention_tile::Slot slot =
         attention_tile::slot_of(p, place, tile * Tile::kKeys + first);
     ptx::copy_tensor_4d(target[part][first], &map, full, part * kColumns,
-                        static_cast<int>(slot.row), kv_head,
+                        static_cast<int>(slot.row), work.kv_head,
                         p.cu_k != nullptr ? 0 : static_cast<int>(slot.batch));
   }
 }
