@@ -35,6 +35,16 @@ def llm(folder: Path, reference):
         yield llm
 
 
+def test_a_full_step_may_have_more_rows_than_tokens(folder: Path, reference):
+    """Each of n sequences samples from the prompt's last position, beside a row for each token."""
+    params = SamplingParams(n=4, temperature=1.0, seed=1, max_tokens=3, prompt_logprobs=1)
+    sizes = {"block_size": 16, "max_num_seqs": 4, "max_num_batched_tokens": 16}
+    with LLM(folder, device="cpu", **sizes) as llm:
+        (output,) = llm.generate(tiny_model.prompt_of(16), params)
+    assert [len(choice.token_ids) for choice in output.outputs] == [3] * 4
+    assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 16
+
+
 def log_softmax(reference, tokens: list[int]) -> torch.Tensor:
     with torch.no_grad():
         return reference(torch.tensor([tokens])).logits[0].log_softmax(-1)

@@ -35,15 +35,17 @@ class StepBuffers:
         extra: int,
     ) -> None:
         """``extra``: int32s a step may add to its arena."""
-        # Three arrays of tokens, three of sequences, three of rows, each padded; then the lists:
-        # no block-table entry is updated twice, no sequence copies more than one block.
+        # Three arrays of tokens, three of sequences, three of rows, each padded. A step has a row
+        # for each token at most, and one more for each sequence that samples from a position
+        # whose row another has. Then the lists: no block-table entry is updated twice, no
+        # sequence copies more than one block.
         tokens, seqs = max_num_batched_tokens, max_num_seqs
-        fixed = 6 * tokens + 3 * seqs + 10 * _ALIGNMENT
+        fixed = 6 * tokens + 6 * seqs + 10 * _ALIGNMENT
         self._capacity = fixed + 3 * seqs * max_blocks_per_seq + 2 * seqs + extra
         self.block_tables = torch.zeros(
             (seqs, max_blocks_per_seq), dtype=torch.int32, device=device
         )
-        self.last_tokens = torch.zeros(max(tokens, seqs), dtype=torch.int32, device=device)
+        self.last_tokens = torch.zeros(tokens + seqs, dtype=torch.int32, device=device)
         self._arena = None
         self._stages: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         if device.type == "cuda":

@@ -79,7 +79,7 @@ class Runner:
             max_num_seqs=limits.max_num_seqs,
             max_blocks_per_seq=limits.max_blocks_per_seq,
             max_num_batched_tokens=limits.max_num_batched_tokens,
-            extra=Sampler.words(max(limits.max_num_batched_tokens, limits.max_num_seqs)),
+            extra=Sampler.words(limits.max_num_batched_tokens + limits.max_num_seqs),
         )
         self._graphs = None
         if use_graphs:
