@@ -10,6 +10,7 @@
 #include "bindings/quantize.h"
 #include "bindings/reduction.h"
 #include "build_info.h"
+#include "common/launch_trace.h"
 
 namespace {
 
@@ -24,16 +25,33 @@ std::string core_build_id() {
   return torch::stable::detail::to<std::string>(result);
 }
 
+/// The trace of this thread; a new begin drops what an op that failed left behind.
+thread_local std::string trace_text;
+
+void begin_launch_trace() {
+  trace_text.clear();
+  ridgeline::launch_trace::open = &trace_text;
+}
+
+std::string end_launch_trace() {
+  ridgeline::launch_trace::open = nullptr;
+  return trace_text;
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(ridgeline, m) {
   m.def("cuda_build_id() -> str");
   m.def("cuda_architectures() -> str");
+  m.def("begin_launch_trace() -> ()");
+  m.def("end_launch_trace() -> str");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ridgeline, CompositeExplicitAutograd, m) {
   m.impl("cuda_build_id", TORCH_BOX(&cuda_build_id));
   m.impl("cuda_architectures", TORCH_BOX(&cuda_architectures));
+  m.impl("begin_launch_trace", TORCH_BOX(&begin_launch_trace));
+  m.impl("end_launch_trace", TORCH_BOX(&end_launch_trace));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(ridgeline, CUDA, m) {

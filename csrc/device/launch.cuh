@@ -6,6 +6,7 @@
 #include "common/check.h"
 #include "common/dispatch.h"
 #include "common/types.h"
+#include "device/launch_record.cuh"
 
 namespace ridgeline::device {
 
@@ -38,6 +39,8 @@ void launch_chained(dim3 grid, dim3 block, std::size_t shared, Stream stream, co
   config.numAttrs = chains ? 1 : 0;
   if (shared > 48 * 1024)  // more than a kernel may take unasked, on each device anew
     cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), name);
+  if (launch_trace::is_open())
+    return record_launch(reinterpret_cast<const void*>(kKernel), config, name);
   cuda_check(cudaLaunchKernelEx(&config, kKernel, params), name);
 }
 

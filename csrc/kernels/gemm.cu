@@ -1,5 +1,6 @@
 #include "kernels/gemm.h"
 
+#include "common/launch_trace.h"
 #include "kernels/gemm_launch.cuh"
 
 /// The way of one product: prepare x if the kernel cannot take it as it is, multiply, finish what
@@ -53,6 +54,13 @@ bool must_prepare(const GemmParams& p, const Config& config) {
   const auto element = static_cast<std::int64_t>(size_of(p.dtype));
   const std::int64_t stride = p.M > 1 ? p.x.stride_row : 0;
   return !is_aligned(p.x.data, stride * element) || p.K * element % kVectorBytes != 0;
+}
+
+/// Why the kernel that takes any alignment multiplies, and no faster one.
+const char* reason_for_simple(const GemmParams& p) {
+  if (!weight_aligned(p)) return "rows of the weight do not start at multiples of 16 bytes";
+  if (p.batch_invariant) return "float32 products that do not depend on M are not the library's";
+  return "cuBLASLt, which multiplies float32, cannot be opened or does not take these strides";
 }
 
 /// cuBLASLt adds bias and residual itself; an activation is a kernel after it.
@@ -116,6 +124,9 @@ std::size_t gemm_workspace_bytes(const GemmParams& params) {
 void gemm(const GemmParams& params, Stream stream) {
   if (params.M == 0 || params.N == 0) return;
   const Plan plan = plan_of(params);
+  launch_trace::note_choice([&] { return plan.config.to_text(); });
+  if (plan.config.path == Path::kSimple)
+    launch_trace::note_slower([&] { return reason_for_simple(params); });
   auto* workspace = static_cast<char*>(params.workspace);
   GemmParams p = params;
   if (plan.prepares) {

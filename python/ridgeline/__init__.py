@@ -3,6 +3,7 @@
 from ridgeline import _loader as _loader
 from ridgeline import ops
 from ridgeline._debug import debug_checks
+from ridgeline._explain import Explanation, explain
 from ridgeline._info import info
 from ridgeline._version import __version__
 from ridgeline.llm import LLM
@@ -19,6 +20,7 @@ from ridgeline.sampling_params import SamplingParams
 __all__ = [
     "LLM",
     "CompletionOutput",
+    "Explanation",
     "Logprob",
     "RequestMetrics",
     "RequestOutput",
@@ -27,6 +29,7 @@ __all__ = [
     "StreamOutput",
     "__version__",
     "debug_checks",
+    "explain",
     "info",
     "ops",
 ]

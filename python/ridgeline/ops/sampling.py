@@ -149,6 +149,7 @@ def _(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     logprobs: int = 0,
+    **per_row: Tensor,
 ) -> Cost:
     """Five flops a logit: the subtraction and the exponential that a draw needs."""
     moved = nbytes(logits, penalties, token_counts, bias, mask)

@@ -44,7 +44,7 @@ def costed_ops() -> tuple[str, ...]:
     return tuple(sorted(_COSTS))
 
 
-def op_cost(name: str, *args: Any, **kwargs: Any) -> Cost:
+def op_cost(name: str, /, *args: Any, **kwargs: Any) -> Cost:
     """The cost of ``ridgeline.ops.<name>(*args, **kwargs)``.
 
     Raises:

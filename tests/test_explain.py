@@ -1,0 +1,80 @@
+"""`ridgeline.explain`: the route of a call, told without taking it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import ridgeline
+from op_table import OpCase, Sample
+from ridgeline.roofline.machine import Roofs
+from test_ops import CASES, clone, context_for, same_bits
+
+ROOFS = Roofs("test", copy=1e12, read=1e12, flops={"fp32": 1e12, "bf16": 1e14}, launch_us=1.0)
+
+
+def test_cpu_has_one_route() -> None:
+    explanation = ridgeline.explain("softmax", torch.zeros(4, 8), strict=True, roofs=ROOFS)
+    assert explanation.kernels == ()
+    assert "threads" in explanation.choices[0]
+    assert explanation.cost.bytes == 4 * 8 * 4 * 2
+    assert (explanation.floor_us, explanation.bound) == (1.0, "launch")
+    assert "softmax on the CPU" in str(explanation)
+
+
+def test_refuses_an_unknown_op() -> None:
+    with pytest.raises(ValueError, match=r"op: expected one of .*softmax.*; got 'sofmax'"):
+        ridgeline.explain("sofmax", torch.zeros(4, 8))
+
+
+POINTS = [
+    pytest.param(case, sample, id=f"{case.name}-{index}")
+    for case in CASES
+    if "cuda" in case.devices and hasattr(ridgeline.ops, case.name)
+    for index, sample in enumerate(case.samples)
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case, sample", POINTS)
+def test_runs_and_writes_nothing(case: OpCase, sample: Sample) -> None:
+    """Each op of the table: inputs, in-place ones too, stay as they were, and real calls go on."""
+    inputs = sample.make(context_for("cuda", case.dtypes[-1]))
+    kept = clone(inputs)
+    explanation = ridgeline.explain(case.name, **inputs)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor):
+            assert same_bits(value, kept[name]), f"explaining {case.name} changed {name}"
+    for kernel in explanation.kernels:
+        assert kernel.threads > 0 and kernel.registers > 0 and kernel.blocks_per_sm > 0, kernel
+        assert "ridgeline::" not in kernel.name, "names are readable"
+    case.op(**inputs)
+    assert [k.name for k in ridgeline.explain(case.name, **inputs).kernels] == [
+        k.name for k in explanation.kernels
+    ]
+
+
+@pytest.mark.gpu
+def test_names_the_kernel() -> None:
+    x, weight = torch.zeros(8, 4096, device="cuda"), torch.ones(4096, device="cuda")
+    (kernel,) = ridgeline.explain("rmsnorm", x.bfloat16(), weight.bfloat16()).kernels
+    assert kernel.name.startswith("rmsnorm_kernel<__nv_bfloat16")
+    assert kernel.grid == (8, 1, 1)
+    assert kernel.spilled_bytes == 0
+
+
+@pytest.mark.gpu
+def test_an_op_that_fails_leaves_no_trace_open() -> None:
+    x = torch.randn(4, 64, device="cuda")
+    with pytest.raises(ValueError, match="weight"):
+        ridgeline.explain("rmsnorm", x, torch.ones(63, device="cuda"))
+    torch.testing.assert_close(ridgeline.ops.softmax(x), x.softmax(-1))
+
+
+@pytest.mark.gpu
+def test_strict_refuses_a_slower_route() -> None:
+    rows = torch.zeros(36, 65, device="cuda", dtype=torch.bfloat16)[:, :64]  # 130 bytes apart
+    call = ("linear", rows[:4], rows[4:])
+    assert "16 bytes" in ridgeline.explain(*call, batch_invariant=True).slower[0]
+    with pytest.raises(RuntimeError, match=r"linear does not take its fastest route.*16 bytes"):
+        ridgeline.explain(*call, batch_invariant=True, strict=True)
