@@ -45,6 +45,18 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def llm_table(rows: list[Row]) -> str:
+    """Markdown: one line a run of the engine; empty if there is none."""
+    fields = ("case", "weights", "requests", "prompt", "output", "tok_s", "ttft_ms", "itl_ms_p50",
+              "itl_ms_p99", "mbu", "seconds")  # fmt: skip
+    runs = [row for row in rows if row["bench"] == "llm"]
+    if not runs:
+        return ""
+    lines = [f"| {' | '.join(fields)} |", "|---" * len(fields) + "|"]
+    lines += [f"| {' | '.join(str(row.get(name, '')) for name in fields)} |" for row in runs]
+    return "\n".join(["", *lines])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="*", type=Path, help="default: the newest results file")
@@ -53,6 +65,7 @@ def main() -> None:
     for key in ("machine", "torch", "cuda", "commit", "date"):
         print(f"{key}: {', '.join(sorted({str(r.get(key)) for r in rows}))}")
     print(table(rows))
+    print(llm_table(rows))
 
 
 if __name__ == "__main__":

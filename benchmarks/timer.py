@@ -97,7 +97,7 @@ class Bench:
             "floor_us": round(floor, 3),
             "share": round(floor / timing.us, 4),
             "bound": self.roofs.bound(cost, reads_only=reads_only),
-            **self._machine(),
+            **self.machine(),
         }
         self.add(row)
         return timing
@@ -111,7 +111,7 @@ class Bench:
                 file.write(json.dumps(row) + "\n")
         print(_line(row), flush=True)
 
-    def _machine(self) -> dict[str, Any]:
+    def machine(self) -> dict[str, Any]:
         return {
             "machine": device_name(self.device),
             "torch": torch.__version__,
@@ -131,12 +131,14 @@ NOT_SHAPE = {
 
 def _line(row: dict[str, Any]) -> str:
     shape = " ".join(f"{k}={v}" for k, v in row.items() if k not in NOT_SHAPE)
+    if "us" not in row:  # a whole engine's row: its results are plain fields
+        return f"{row['bench']:<16} {row['impl']:<14} {shape}"
     speed = ""
-    if row.get("bytes") and row.get("us"):
+    if row.get("bytes") and row["us"]:
         rates = (row[quantity] / row["us"] / 1e6 for quantity in ("bytes", "flops"))
         speed = "{:6.2f} TB/s {:7.1f} TF".format(*rates)
     return (
-        f"{row['bench']:<16} {row['impl']:<14} {shape:<48} {row.get('us', 0):>10.2f} us {speed} "
+        f"{row['bench']:<16} {row['impl']:<14} {shape:<48} {row['us']:>10.2f} us {speed} "
         f"{100 * row.get('share', 0):5.1f}% {row.get('bound', '')}"
     )
 
