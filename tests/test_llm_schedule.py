@@ -246,7 +246,7 @@ def test_quantised_weights_give_what_their_dequantised_values_give(
         quantised = llm.generate(prompt, params)[0].prompt_logprobs[1:]
         layers = llm._parts.runner._model.layers
         for layer in layers:
-            for name in ("qkv", "output", "gate_up", "down"):
+            for name in ("qkv", "output", "up", "down"):
                 linear = getattr(layer, name)
                 if quantization == "int4":
                     weight = linear.weight.dequantize()

@@ -15,7 +15,7 @@ from ridgeline.kv_cache import KVCache, KVCacheLayout
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder, StepInputs
 from ridgeline.models.loader import LoadOptions, load_decoder
-from ridgeline.models.rope import cos_sin_table, inverse_frequencies
+from ridgeline.models.rope import RopeConfig, cos_sin_table, inverse_frequencies
 from tiny_model import one_thread  # noqa: F401
 
 CPU = torch.device("cpu")
@@ -94,12 +94,11 @@ def test_scaled_frequencies_are_those_of_transformers(tmp_path: Path, parameters
     model = tiny_model.save_llama(tmp_path, rope_parameters=parameters, head_dim=128)
     expected, _ = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](model.config, CPU)
     config = ModelConfig.from_path(tmp_path)
-    torch.testing.assert_close(inverse_frequencies(config.rope, 128), expected)
+    torch.testing.assert_close(inverse_frequencies(config.layers[0].rope, 512), expected)
 
 
 def test_the_rotary_table_has_cosines_then_sines():
-    config = ModelConfig.from_dict(minimal())
-    table = cos_sin_table(config.rope, 4, 3)
+    table = cos_sin_table(RopeConfig(dim=4), 3)
     assert table.shape == (3, 4)
     torch.testing.assert_close(table[0], torch.tensor([1.0, 1.0, 0.0, 0.0]))
     torch.testing.assert_close(table[2, 2], torch.tensor(2.0).sin())
@@ -120,14 +119,14 @@ def minimal(**changes: Any) -> dict[str, Any]:
 def test_defaults_are_those_of_llama():
     config = ModelConfig.from_dict(minimal())
     assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 16, 1e-6)
-    assert config.rope.theta == 10000.0
+    assert config.layers[0].rope.theta == 10000.0
     assert not (config.tied_embeddings or config.qkv_bias or config.mlp_bias)
 
 
 def test_the_older_keys_of_rope_scaling_mean_the_same():
     old = minimal(rope_theta=500000.0, rope_scaling={**LLAMA3_ROPE, "rope_theta": 500000.0})
-    assert ModelConfig.from_dict(old).rope == (
-        ModelConfig.from_dict(minimal(rope_parameters=LLAMA3_ROPE)).rope
+    assert ModelConfig.from_dict(old).layers == (
+        ModelConfig.from_dict(minimal(rope_parameters=LLAMA3_ROPE)).layers
     )
 
 
@@ -143,11 +142,11 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Pat
     [
         ({"model_type": "gpt9"}, r"model_type must be one of .*llama.*, got 'gpt9'"),
         ({"model_type": None}, r"model_type must be one of .*llama.*, got None"),
-        ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
+        ({"hidden_act": "relu"}, "hidden_act must be one of .*silu, got 'relu'"),
         ({"vocab_size": 0}, "vocab_size must be a positive integer, got 0"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer, got '64'"),
         ({"num_key_value_heads": 3}, r"\(4\) must be a multiple of num_key_value_heads \(3\)"),
-        ({"rope_scaling": {"rope_type": "yarn"}}, "rope_type must be .*, got 'yarn'"),
+        ({"rope_scaling": {"rope_type": "xpos"}}, "rope_type must be one of default, .*got 'xpos'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "needs low_freq_factor"),
         ({"dtype": "int3"}, "dtype must be one of .*, got 'int3'"),
         ({"eos_token_id": -1}, "eos_token_id must be a token id .*, got -1"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 384
 EOS = 0
@@ -26,8 +26,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def save_llama(folder: Path, *, max_shard_size: str = "1GB", **overrides: Any) -> LlamaForCausalLM:
+def save_llama(folder: Path, *, max_shard_size: str = "1GB", **overrides: Any) -> PreTrainedModel:
     """A random Llama in float32, large weights: its greedy outputs have no ties and vary."""
+    return save_model(folder, "llama", max_shard_size=max_shard_size, **overrides)
+
+
+def save_model(
+    folder: Path, model_type: str, *, max_shard_size: str = "1GB", **overrides: Any
+) -> PreTrainedModel:
+    """A random model of any architecture that transformers knows, as :func:`save_llama`."""
     torch.manual_seed(0)
     shape = {
         "vocab_size": VOCAB,
@@ -40,15 +47,19 @@ def save_llama(folder: Path, *, max_shard_size: str = "1GB", **overrides: Any) -
         "initializer_range": 0.3,
         "bos_token_id": None,
         "eos_token_id": EOS,
+        "pad_token_id": None,
     }
-    config = LlamaConfig(**(shape | overrides))
-    model = LlamaForCausalLM(config).eval()
+    known = AutoConfig.for_model(model_type)
+    shape = {key: value for key, value in shape.items() if hasattr(known, key)}
+    config = AutoConfig.for_model(model_type, **(shape | overrides))
+    # Of its attention kernels only the eager one has everything, soft capping among it.
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         # transformers starts biases at 0 and norms at 1, which would hide that one is left out or
         # takes another's place.
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
-        if name.endswith("norm.weight"):
+        elif parameter.dim() == 1:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model
@@ -71,7 +82,7 @@ def save_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def greedy(model: LlamaForCausalLM, prompt: list[int], count: int) -> list[int]:
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """What transformers generates, without stopping at the end-of-sequence token."""
     with torch.no_grad():
         out = model.generate(

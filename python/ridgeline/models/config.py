@@ -10,31 +10,40 @@ from typing import Any
 
 import torch
 
-from ridgeline.models.specs import Spec, spec_of
+from ridgeline.models.rope import RopeConfig, reach, read_ropes
+from ridgeline.models.spec import SameAs, Spec
+from ridgeline.models.specs import spec_of
+from ridgeline.models.values import ConfigValues
 
 DTYPES = {
     "float32": torch.float32,
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
 }
-_LLAMA3_KEYS = (
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "original_max_position_embeddings",
-)
+# transformers' names -> the ops'; with a gate "_mul" follows.
+_ACTIVATIONS = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+}
+_GATED_ACTIVATIONS = ("gelu", "gelu_tanh", "silu")
 
 
 @dataclass(frozen=True)
-class RopeConfig:
-    """Rotary embedding: base and scaling. ``kind``: "default", "linear" or "llama3"."""
+class LayerConfig:
+    """What may differ from layer to layer.
 
-    theta: float = 10000.0
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
+    Attributes:
+        scale: of the attention scores.
+        window: keys that a query sees, itself included; None: all.
+        rope: None where positions are learned.
+    """
+
+    scale: float
+    window: int | None
+    rope: RopeConfig | None
 
 
 @dataclass(frozen=True)
@@ -51,7 +60,12 @@ class ModelConfig:
     head_dim: int
     max_position: int
     norm_eps: float
-    rope: RopeConfig
+    activation: str
+    layers: tuple[LayerConfig, ...]
+    attention_softcap: float
+    logit_softcap: float
+    embedding_scale: float
+    parallel: bool
     tied_embeddings: bool
     qkv_bias: bool
     output_bias: bool
@@ -75,39 +89,92 @@ class ModelConfig:
             raise type(error)(f"{folder / 'config.json'}: {error}") from error
 
     @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> ModelConfig:
-        """From the keys of a Hugging Face configuration; unknown architectures are refused."""
-        spec = spec_of(values)
-        for key, expected in spec.required.items():
+    def from_dict(cls, config: Mapping[str, Any]) -> ModelConfig:
+        """From the keys of a Hugging Face configuration.
+
+        Unknown architectures are refused, and keys that could change the results and that no part
+        of this library reads.
+        """
+        spec = spec_of(config)
+        names = {"norm_eps": "rms_norm_eps"} | dict(spec.names)
+        values = ConfigValues(config, names, spec.defaults)
+        for key in ("model_type", *spec.unused):
+            values.skip(key)
+        for key, value in spec.required.items():
+            expected = values.get(value.name) if isinstance(value, SameAs) else value
             if values.get(key, expected) != expected:
-                raise ValueError(f"{key} must be {expected!r}, got {values[key]!r}")
-        hidden, heads = _size(values, "hidden_size"), _size(values, "num_attention_heads")
-        kv_heads = _size(values, "num_key_value_heads", heads)
+                raise ValueError(f"{key} must be {expected!r}, got {values.get(key)!r}")
+        hidden, heads = values.size("hidden_size"), values.size("num_attention_heads")
+        kv_heads = values.size("num_key_value_heads", heads)
         if heads % kv_heads:
             raise ValueError(
                 f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads "
                 f"({kv_heads})"
             )
-        attention_bias = bool(values.get("attention_bias", False))
-        return cls(
+        head_dim = values.size("head_dim", hidden // heads)
+        max_position = values.size("max_position_embeddings")
+        layers = _layers(values, spec, head_dim, max_position)
+        ropes = [layer.rope for layer in layers if layer.rope is not None]
+        result = cls(
             spec=spec,
-            vocab_size=_size(values, "vocab_size"),
+            vocab_size=values.size("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=_size(values, "intermediate_size"),
-            num_layers=_size(values, "num_hidden_layers"),
+            intermediate_size=values.size("intermediate_size", spec.default_inner(hidden)),
+            num_layers=len(layers),
             num_heads=heads,
             num_kv_heads=kv_heads,
-            head_dim=_size(values, "head_dim", hidden // heads),
-            max_position=_size(values, "max_position_embeddings"),
-            norm_eps=float(values.get("rms_norm_eps", 1e-6)),
-            rope=_rope(values),
+            head_dim=head_dim,
+            max_position=max([max_position] + [reach(rope) for rope in ropes]),
+            norm_eps=float(values.get("norm_eps", 1e-6)),
+            activation=_activation(values, spec),
+            layers=layers,
+            attention_softcap=float(values.own("attn_logit_softcapping") or 0),
+            logit_softcap=float(values.own("final_logit_softcapping") or 0),
+            embedding_scale=hidden**0.5 if spec.scaled_embedding else 1.0,
+            parallel=values.flag(spec.parallel),
             tied_embeddings=bool(values.get("tie_word_embeddings", False)),
-            qkv_bias=attention_bias,
-            output_bias=attention_bias,
-            mlp_bias=bool(values.get("mlp_bias", False)),
-            dtype=_dtype(values.get("dtype") or values.get("torch_dtype") or "float32"),
+            qkv_bias=values.flag(spec.qkv_bias),
+            output_bias=values.flag(spec.output_bias),
+            mlp_bias=values.flag(spec.mlp_bias),
+            dtype=_dtype(values),
             eos_token_ids=_token_ids(values.get("eos_token_id")),
         )
+        values.refuse_unread(spec.model_type)
+        return result
+
+
+def _layers(
+    values: ConfigValues, spec: Spec, head_dim: int, max_position: int
+) -> tuple[LayerConfig, ...]:
+    windows = spec.windows(values, values.size("num_hidden_layers"))
+    scale = (values.own("query_pre_attn_scalar") or head_dim) ** -0.5
+    by_depth = values.own("scale_attn_by_inverse_layer_idx")
+    ropes = None
+    if "positions" not in spec.weights:
+        ropes = read_ropes(values, head_dim, max_position, spec.interleaved_rope)
+    kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+    return tuple(
+        LayerConfig(
+            scale=scale / (i + 1) if by_depth else scale,
+            window=window,
+            rope=None if ropes is None else ropes[kind],
+        )
+        for i, (window, kind) in enumerate(zip(windows, kinds))
+    )
+
+
+def _activation(values: ConfigValues, spec: Spec) -> str:
+    given = values.get("hidden_act", "silu")
+    name = _ACTIVATIONS.get(given)
+    if name is None or (spec.gated and name not in _GATED_ACTIVATIONS):
+        allowed = [
+            key
+            for key, value in _ACTIVATIONS.items()
+            if not spec.gated or value in _GATED_ACTIVATIONS
+        ]
+        key = spec.names.get("hidden_act", "hidden_act")
+        raise ValueError(f"{key} must be one of {', '.join(allowed)}, got {given!r}")
+    return f"{name}_mul" if spec.gated else name
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -122,36 +189,12 @@ def _read_json(path: Path) -> dict[str, Any]:
     return values
 
 
-def _size(values: Mapping[str, Any], key: str, default: int | None = None) -> int:
-    value = values.get(key)
-    value = default if value is None else value
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{key} must be a positive integer, got {value!r}")
-    return value
-
-
-def _rope(values: Mapping[str, Any]) -> RopeConfig:
-    """Newer files hold everything in ``rope_parameters``, older ones split it in two keys."""
-    scaling = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta", values.get("rope_theta", 10000.0)))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    missing = [k for k in _LLAMA3_KEYS[: 1 if kind == "linear" else None] if k not in scaling]
-    if kind not in ("linear", "llama3"):
-        raise ValueError(f'rope_type must be "default", "linear" or "llama3", got {kind!r}')
-    if missing:
-        raise ValueError(f"rope_type {kind!r} needs {', '.join(missing)}, got {dict(scaling)}")
-    if kind == "linear":
-        return RopeConfig(theta, kind, float(scaling["factor"]))
-    factor, low, high, original = (scaling[key] for key in _LLAMA3_KEYS)
-    return RopeConfig(theta, kind, float(factor), float(low), float(high), int(original))
-
-
-def _dtype(name: object) -> torch.dtype:
-    if str(name) not in DTYPES:
+def _dtype(values: ConfigValues) -> torch.dtype:
+    newer, older = values.get("dtype"), values.get("torch_dtype")
+    name = str(newer or older or "float32")
+    if name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    return DTYPES[str(name)]
+    return DTYPES[name]
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The decoder: embedding, layers of attention and gated MLP, norm, head. Calls the ops only."""
+"""The decoder: embedding, layers of attention and MLP, norm, head. Calls the ops only."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ridgeline import ops
 from ridgeline.kv_cache import KVCache
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.linear import Linear
+from ridgeline.models.norms import Norm
 
 
 @dataclass(frozen=True)
@@ -35,14 +36,30 @@ class StepInputs:
 
 @dataclass(frozen=True)
 class Layer:
-    """The weights of one layer; ``qkv`` and ``gate_up`` are fused."""
+    """One layer; what an architecture does not have is None.
 
-    attention_norm: Tensor
+    Attributes:
+        qkv: queries, keys and values, stacked. q_norm, k_norm: of each head.
+        up: the MLP's first product; gate and factor stacked, where it has a gate.
+        post_attention_norm, post_mlp_norm: of what is added to the residual.
+        scale, window: of the attention.
+        cos_sin: ``[max_model_len, rotary dim]`` float32.
+    """
+
+    attention_norm: Norm
     qkv: Linear
+    q_norm: Norm | None
+    k_norm: Norm | None
     output: Linear
-    mlp_norm: Tensor
-    gate_up: Linear
+    post_attention_norm: Norm | None
+    mlp_norm: Norm
+    up: Linear
     down: Linear
+    post_mlp_norm: Norm | None
+    scale: float
+    window: int | None
+    cos_sin: Tensor | None
+    interleaved: bool
 
 
 @dataclass(frozen=True)
@@ -50,63 +67,90 @@ class Decoder:
     """A model's weights and the order of its ops.
 
     Attributes:
-        embedding: ``[vocab, hidden]``.
-        cos_sin: ``[max_model_len, head_dim]`` float32.
+        embedding: ``[vocab, hidden]``. embedding_scale: multiplies its rows.
+        positions: ``[max_position, hidden]`` where they are learned.
         batch_invariant: results do not depend on how a prompt is cut into steps.
     """
 
     config: ModelConfig
     embedding: Tensor
+    embedding_scale: float
+    positions: Tensor | None
     layers: tuple[Layer, ...]
-    norm: Tensor
+    norm: Norm
     head: Linear
-    cos_sin: Tensor
     batch_invariant: bool = False
 
     def hidden_states(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Runs the layers and writes the cache; the normed output ``[tokens, hidden]``."""
-        eps = self.config.norm_eps
         residual = embedding(inputs.input_ids, self.embedding)
-        x = ops.rmsnorm(residual, self.layers[0].attention_norm, eps, weights_ready=True)
+        if self.embedding_scale != 1:
+            residual = residual * self.embedding_scale
+        if self.positions is not None:
+            residual = residual + embedding(inputs.positions, self.positions)
+        x = self.layers[0].attention_norm(residual)
         following = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
         for index, layer in enumerate(self.layers):
-            x = layer.output(self._attention(layer.qkv(x), inputs, cache, index))
-            x = ops.add_rmsnorm(x, residual, layer.mlp_norm, eps, weights_ready=True)
-            x = layer.down(layer.gate_up(x, activation="silu_mul"))
-            x = ops.add_rmsnorm(x, residual, following[index], eps, weights_ready=True)
+            x = layer.output(self._attention(layer, layer.qkv(x), inputs, cache, index))
+            if layer.post_attention_norm is not None:
+                x = layer.post_attention_norm(x)
+            if self.config.parallel:
+                x = x + self._mlp(layer, layer.mlp_norm(residual))
+            else:
+                x = self._mlp(layer, layer.mlp_norm.add(x, residual))
+            if layer.post_mlp_norm is not None:
+                x = layer.post_mlp_norm(x)
+            x = following[index].add(x, residual)
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` to ``[rows, vocab]``."""
-        return self.head(hidden)
+        logits, cap = self.head(hidden), self.config.logit_softcap
+        return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
-    def _attention(self, qkv: Tensor, inputs: StepInputs, cache: KVCache, layer: int) -> Tensor:
+    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+        activation = self.config.activation
+        if activation == "gelu_tanh_mul":  # the one that products do not have as an epilogue
+            return layer.down(ops.gelu_mul(layer.up(x), "tanh"))
+        return layer.down(layer.up(x, activation=activation))
+
+    def _attention(
+        self, layer: Layer, qkv: Tensor, inputs: StepInputs, cache: KVCache, index: int
+    ) -> Tensor:
         config, tokens = self.config, qkv.shape[0]
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         q, k, v = qkv.view(tokens, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), 1)
-        ops.rope_write_kv(
-            q,
-            k,
-            v,
-            inputs.positions,
-            self.cos_sin,
-            cache.k[layer],
-            cache.v[layer],
-            inputs.slots,
-            k_scale=cache.k_scale[layer],
-            v_scale=cache.v_scale[layer],
-        )
+        if layer.q_norm is not None and layer.k_norm is not None:
+            q, k = layer.q_norm(q.contiguous()), layer.k_norm(k.contiguous())
+        blocks = cache.k[index], cache.v[index]
+        scales = cache.k_scale[index], cache.v_scale[index]
+        if layer.cos_sin is None:
+            ops.write_kv(k, v, *blocks, inputs.slots, *scales)
+        else:
+            ops.rope_write_kv(
+                q,
+                k,
+                v,
+                inputs.positions,
+                layer.cos_sin,
+                *blocks,
+                inputs.slots,
+                *scales,
+                interleaved=layer.interleaved,
+            )
         out = ops.paged_attention(
             q,
-            cache.k[layer],
-            cache.v[layer],
+            *blocks,
             inputs.block_tables,
             inputs.seq_lens,
             inputs.cu_q,
+            scale=layer.scale,
+            window=layer.window,
+            softcap=config.attention_softcap,
             max_q=inputs.max_q,
             batch_invariant=self.batch_invariant,
-            k_scale=cache.k_scale[layer],
-            v_scale=cache.v_scale[layer],
+            k_scale=scales[0],
+            v_scale=scales[1],
         )
         assert isinstance(out, Tensor)
         return out.view(tokens, heads * dim)

@@ -12,7 +12,8 @@ from torch import Tensor
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder, Layer
 from ridgeline.models.linear import DenseLinear, Linear, make_linear
-from ridgeline.models.rope import cos_sin_table
+from ridgeline.models.norms import LayerNorm, Norm, RmsNorm
+from ridgeline.models.rope import RopeConfig, cos_sin_table
 from ridgeline.models.weights import Checkpoint, Parameter, parameters
 
 _RANDOM_STD = 0.02
@@ -25,7 +26,7 @@ class LoadOptions:
     Attributes:
         dtype: of everything that is not quantised.
         quantization: None, "int4" or "fp8": of the layers' matrices; embedding and head stay.
-        max_model_len: rows of the rotary table.
+        max_model_len: rows of the rotary tables.
     """
 
     device: torch.device
@@ -46,15 +47,16 @@ def load_decoder(
     ``progress`` is called with the tensors read and their number in all. Raises ValueError
     listing everything that does not fit ``config`` before anything is read.
     """
-    checkpoint = Checkpoint(folder, options.device)
+    checkpoint = Checkpoint(folder, options.device, config.spec.prefix)
     checkpoint.check(config)
 
     def read(parameter: Parameter) -> Tensor:
         out = torch.empty(parameter.shape, dtype=options.dtype, device=options.device)
         row = 0
-        for name, shape in parameter.parts:
-            out[row : row + shape[0]].copy_(checkpoint.read(name))
-            row += shape[0]
+        for name, _ in parameter.parts:
+            part = parameter.arrange(checkpoint.read(name))
+            out[row : row + len(part)].copy_(part)
+            row += len(part)
         return out
 
     return _build(config, options, read, progress)
@@ -73,7 +75,7 @@ def random_decoder(
         out = torch.empty(parameter.shape, dtype=options.dtype, device=options.device)
         if out.dim() == 2:
             return out.normal_(0, _RANDOM_STD, generator=generator)
-        return out.fill_(0 if parameter.name.endswith(".bias") else 1)
+        return out.fill_(0 if parameter.name.endswith(".bias") else 1 - config.spec.norm_offset)
 
     return _build(config, options, make, progress)
 
@@ -87,6 +89,7 @@ def _build(
     """Takes the parameters one by one, so that quantising needs one full matrix at a time."""
     table = {parameter.name: parameter for parameter in parameters(config)}
     total = len(table)
+    cos_sin: dict[RopeConfig, Tensor] = {}
 
     def take(name: str) -> Tensor:
         tensor = get(table.pop(name))
@@ -94,9 +97,11 @@ def _build(
             progress(total - len(table), total)
         return tensor
 
+    def take_if_there(name: str) -> Tensor | None:
+        return take(name) if name in table else None
+
     def linear(name: str) -> Linear:
-        weight = take(f"{name}.weight")
-        bias = take(f"{name}.bias") if f"{name}.bias" in table else None
+        weight, bias = take(f"{name}.weight"), take_if_there(f"{name}.bias")
         try:
             return make_linear(
                 weight,
@@ -107,14 +112,37 @@ def _build(
         except ValueError as error:
             raise ValueError(f"quantization {options.quantization!r} of {name}: {error}") from error
 
+    def norm(name: str) -> Norm:
+        weight = take(f"{name}.weight")
+        if config.spec.norm == "layer":
+            return LayerNorm(weight, take(f"{name}.bias"), config.norm_eps)
+        return RmsNorm(weight, config.norm_eps, config.spec.norm_offset)
+
+    def norm_if_there(name: str) -> Norm | None:
+        return norm(name) if f"{name}.weight" in table else None
+
+    def rotation(rope: RopeConfig) -> Tensor:
+        if rope not in cos_sin:
+            cos_sin[rope] = cos_sin_table(rope, options.max_model_len).to(options.device)
+        return cos_sin[rope]
+
     def layer(i: int) -> Layer:
+        settings = config.layers[i]
         return Layer(
-            attention_norm=take(f"layers.{i}.attention_norm.weight"),
+            attention_norm=norm(f"layers.{i}.attention_norm"),
             qkv=linear(f"layers.{i}.qkv"),
+            q_norm=norm_if_there(f"layers.{i}.q_norm"),
+            k_norm=norm_if_there(f"layers.{i}.k_norm"),
             output=linear(f"layers.{i}.output"),
-            mlp_norm=take(f"layers.{i}.mlp_norm.weight"),
-            gate_up=linear(f"layers.{i}.gate_up"),
+            post_attention_norm=norm_if_there(f"layers.{i}.post_attention_norm"),
+            mlp_norm=norm(f"layers.{i}.mlp_norm"),
+            up=linear(f"layers.{i}.up"),
             down=linear(f"layers.{i}.down"),
+            post_mlp_norm=norm_if_there(f"layers.{i}.post_mlp_norm"),
+            scale=settings.scale,
+            window=settings.window,
+            cos_sin=None if settings.rope is None else rotation(settings.rope),
+            interleaved=settings.rope is not None and settings.rope.interleaved,
         )
 
     embedding = take("embedding.weight")
@@ -122,12 +150,12 @@ def _build(
     decoder = Decoder(
         config=config,
         embedding=embedding,
+        # transformers rounds it too: sqrt(3072) is 55.5 in bfloat16.
+        embedding_scale=torch.tensor(config.embedding_scale, dtype=options.dtype).item(),
+        positions=take_if_there("positions.weight"),
         layers=tuple(layer(i) for i in range(config.num_layers)),
-        norm=take("norm.weight"),
+        norm=norm("norm"),
         head=DenseLinear(head, None, options.batch_invariant),
-        cos_sin=cos_sin_table(config.rope, config.head_dim, options.max_model_len).to(
-            options.device
-        ),
         batch_invariant=options.batch_invariant,
     )
     assert not table, f"never used: {list(table)}"

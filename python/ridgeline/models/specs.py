@@ -1,57 +1,44 @@
-"""Architectures as data: what their checkpoints call each parameter. One row each.
+"""Architectures as data: what each is built of, and what its checkpoints call each parameter.
 
-To add one: a ``Spec`` here, and a test against transformers in ``tests/test_models.py``.
+To add one: a ``Spec`` here, and its rows in ``tests/test_models_families.py`` (docs/models.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True)
-class Spec:
-    """One architecture.
-
-    Attributes:
-        model_type: the key of ``config.json`` that selects it.
-        weights: the decoder's module -> the checkpoint's modules whose rows are stacked into it
-            ("{i}" stands for the layer).
-        ignored: ends of checkpoint names that hold nothing to load.
-        required: configuration values that the decoder assumes.
-    """
-
-    model_type: str
-    weights: Mapping[str, tuple[str, ...]]
-    ignored: tuple[str, ...] = ()
-    required: Mapping[str, Any] = field(default_factory=dict)
-
+from ridgeline.models.spec import Spec, all_sliding
 
 _LAYER = "model.layers.{i}."
+_LLAMA_WEIGHTS = {
+    "embedding": ("model.embed_tokens",),
+    "layers.{i}.attention_norm": (_LAYER + "input_layernorm",),
+    "layers.{i}.qkv": tuple(_LAYER + f"self_attn.{part}_proj" for part in "qkv"),
+    "layers.{i}.output": (_LAYER + "self_attn.o_proj",),
+    "layers.{i}.mlp_norm": (_LAYER + "post_attention_layernorm",),
+    "layers.{i}.up": (_LAYER + "mlp.gate_proj", _LAYER + "mlp.up_proj"),
+    "layers.{i}.down": (_LAYER + "mlp.down_proj",),
+    "norm": ("model.norm",),
+    "head": ("lm_head",),
+}
 
 LLAMA = Spec(
     model_type="llama",
-    weights={
-        "embedding": ("model.embed_tokens",),
-        "layers.{i}.attention_norm": (_LAYER + "input_layernorm",),
-        "layers.{i}.qkv": (
-            _LAYER + "self_attn.q_proj",
-            _LAYER + "self_attn.k_proj",
-            _LAYER + "self_attn.v_proj",
-        ),
-        "layers.{i}.output": (_LAYER + "self_attn.o_proj",),
-        "layers.{i}.mlp_norm": (_LAYER + "post_attention_layernorm",),
-        "layers.{i}.gate_up": (_LAYER + "mlp.gate_proj", _LAYER + "mlp.up_proj"),
-        "layers.{i}.down": (_LAYER + "mlp.down_proj",),
-        "norm": ("model.norm",),
-        "head": ("lm_head",),
-    },
-    ignored=("rotary_emb.inv_freq",),
-    required={"hidden_act": "silu"},
+    weights=_LLAMA_WEIGHTS,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias="mlp_bias",
 )
 
-SPECS = {spec.model_type: spec for spec in (LLAMA,)}
+MISTRAL = Spec(
+    model_type="mistral",
+    weights=_LLAMA_WEIGHTS,
+    defaults={"num_key_value_heads": 8, "sliding_window": 4096},
+    windows=all_sliding,
+)
+
+SPECS = {spec.model_type: spec for spec in (LLAMA, MISTRAL)}
 
 
 def spec_of(config: Mapping[str, Any]) -> Spec:

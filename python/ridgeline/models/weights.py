@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
@@ -19,49 +19,75 @@ _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
 
 @dataclass(frozen=True)
 class Parameter:
-    """One tensor of the decoder: the rows of ``parts`` (checkpoint name, shape), stacked."""
+    """One tensor of the decoder: the rows of ``parts`` (checkpoint name, shape there), stacked.
+
+    Attributes:
+        arrange: makes rows of a part as it is stored.
+    """
 
     name: str
+    shape: tuple[int, ...]
     parts: tuple[tuple[str, tuple[int, ...]], ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        rows = sum(shape[0] for _, shape in self.parts)
-        return (rows, *self.parts[0][1][1:])
+    arrange: Callable[[Tensor], Tensor]
 
 
 def parameters(config: ModelConfig) -> Iterator[Parameter]:
     """Every tensor of the decoder that ``config`` describes, layer by layer."""
-    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
-    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    # Module -> rows of each part, columns (0: a vector), and whether it has a bias.
-    shapes: dict[str, tuple[tuple[int, ...], int, bool]] = {
-        "embedding": ((vocab,), hidden, False),
-        "layers.{i}.attention_norm": ((hidden,), 0, False),
-        "layers.{i}.qkv": ((query, kv, kv), hidden, config.qkv_bias),
-        "layers.{i}.output": ((hidden,), query, config.output_bias),
-        "layers.{i}.mlp_norm": ((hidden,), 0, False),
-        "layers.{i}.gate_up": ((inner, inner), hidden, config.mlp_bias),
-        "layers.{i}.down": ((hidden,), inner, config.mlp_bias),
-        "norm": ((hidden,), 0, False),
-        "head": ((vocab,), hidden, False),
-    }
-    for module, sources in config.spec.weights.items():
+    spec, shapes = config.spec, _shapes(config)
+    for module, sources in spec.weights.items():
         if module == "head" and config.tied_embeddings:
             continue
-        rows, columns, bias = shapes[module]
-        for i in range(config.num_layers if "{i}" in module else 1):
-            name, names = module.format(i=i), [source.format(i=i) for source in sources]
-            tail = (columns,) if columns else ()
-            yield Parameter(
-                f"{name}.weight",
-                tuple((f"{n}.weight", (r, *tail)) for n, r in zip(names, rows, strict=True)),
-            )
-            if bias:
+        kind = module.removeprefix("layers.{i}.")
+        rows, columns, bias = shapes[kind]
+        stored_rows = rows if len(sources) == len(rows) else (sum(rows),)
+        if kind == "positions":
+            stored_rows = (rows[0] + spec.position_offset,)
+        for i in range(config.num_layers if kind != module else 1):
+            for end, width in (("weight", columns), ("bias", 0))[: 1 + bias]:
+                tail = (width,) if width else ()
+                transposed = spec.transposed and kind != module and width > 0
                 yield Parameter(
-                    f"{name}.bias",
-                    tuple((f"{n}.bias", (r,)) for n, r in zip(names, rows, strict=True)),
+                    name=f"{module.format(i=i)}.{end}",
+                    shape=(sum(rows), *tail),
+                    parts=tuple(
+                        (f"{source.format(i=i)}.{end}", (width, r) if transposed else (r, *tail))
+                        for source, r in zip(sources, stored_rows, strict=True)
+                    ),
+                    arrange=torch.t if transposed else _arrangement(kind, config),
                 )
+
+
+def _shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int, bool]]:
+    """Kind of module -> rows of each part, columns (0: a vector), and whether it has a bias."""
+    hidden, inner, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    norm = ((hidden,), 0, config.spec.norm == "layer")
+    head_norm = ((config.head_dim,), 0, False)
+    return {
+        "embedding": ((vocab,), hidden, False),
+        "positions": ((config.max_position,), hidden, False),
+        "attention_norm": norm,
+        "qkv": ((query, kv, kv), hidden, config.qkv_bias),
+        "q_norm": head_norm,
+        "k_norm": head_norm,
+        "output": ((hidden,), query, config.output_bias),
+        "post_attention_norm": norm,
+        "mlp_norm": norm,
+        "up": ((inner,) * (1 + config.spec.gated), hidden, config.mlp_bias),
+        "down": ((hidden,), inner, config.mlp_bias),
+        "post_mlp_norm": norm,
+        "norm": norm,
+        "head": ((vocab,), hidden, False),
+    }
+
+
+def _arrangement(kind: str, config: ModelConfig) -> Callable[[Tensor], Tensor]:
+    if kind == "positions":
+        return lambda stored: stored[config.spec.position_offset :]
+    if kind == "qkv" and config.spec.qkv_by_head:
+        shape = (config.num_heads, 3, config.head_dim)
+        return lambda stored: stored.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
+    return lambda stored: stored
 
 
 class Checkpoint:
@@ -70,15 +96,20 @@ class Checkpoint:
     Args:
         folder: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards.
         device: where tensors are read to.
+        prefix: a checkpoint in which no name begins with it leaves it out.
     """
 
-    def __init__(self, folder: Path, device: torch.device) -> None:
+    def __init__(self, folder: Path, device: torch.device, prefix: str = "") -> None:
         files = _files(folder)
         self._folder = folder
         self._file_of: dict[str, Any] = {}
         for path in files:
             handle = _open(path, device)
             self._file_of.update(dict.fromkeys(handle.keys(), handle))
+        self._missing_prefix = prefix
+        if any(name.startswith(prefix) for name in self._file_of):
+            self._missing_prefix = ""
+        self._file_of = {self._missing_prefix + name: file for name, file in self._file_of.items()}
 
     def check(self, config: ModelConfig) -> None:
         """All that is missing, left over or of a wrong shape, in one error."""
@@ -87,7 +118,7 @@ class Checkpoint:
                     if name not in self._file_of]  # fmt: skip
         for name, handle in self._file_of.items():
             if name in expected:
-                shape = tuple(handle.get_slice(name).get_shape())
+                shape = tuple(handle.get_slice(self._stored(name)).get_shape())
                 if shape != expected[name]:
                     problems.append(
                         f"wrong shape: {name}: expected {list(expected[name])}, got {list(shape)}"
@@ -101,8 +132,11 @@ class Checkpoint:
             )
 
     def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(name)
+        tensor: Tensor = self._file_of[name].get_tensor(self._stored(name))
         return tensor
+
+    def _stored(self, name: str) -> str:
+        return name.removeprefix(self._missing_prefix)
 
     @staticmethod
     def _may_be_left_over(name: str, config: ModelConfig) -> bool:

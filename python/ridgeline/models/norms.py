@@ -1,0 +1,50 @@
+"""Norms behind one interface, alone and with the residual before them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ridgeline import ops
+
+
+class Norm(Protocol):
+    """A norm over the last dimension."""
+
+    def __call__(self, x: Tensor) -> Tensor: ...
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        """``residual += x`` in place; the norm of the sum."""
+        ...
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """``offset`` is added to the weight."""
+
+    weight: Tensor
+    eps: float
+    offset: float = 0.0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.rmsnorm(x, self.weight, self.eps, offset=self.offset, weights_ready=True)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return ops.add_rmsnorm(
+            x, residual, self.weight, self.eps, offset=self.offset, weights_ready=True
+        )
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ops.layernorm(x, self.weight, self.bias, self.eps, weights_ready=True)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self(residual.add_(x))

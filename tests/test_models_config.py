@@ -1,0 +1,187 @@
+"""Published and older configurations are read as transformers reads them; the rest is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from ridgeline.models.config import ModelConfig
+from ridgeline.models.rope import attention_factor, inverse_frequencies
+from ridgeline.models.specs import SPECS
+
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+}
+FACTORS = [1.0 + i / 8 for i in range(8)]
+
+
+def read(model_type: str, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_dict({"model_type": model_type} | SHAPE | changes)
+
+
+def windows(config: ModelConfig) -> list[int | None]:
+    return [layer.window for layer in config.layers]
+
+
+def rope(kind: str, **numbers: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0} | numbers
+
+
+# ---- Rotation ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("parameters", "length"),
+    [
+        pytest.param(rope("linear", factor=3.0), 64, id="linear"),
+        pytest.param(rope("dynamic", factor=3.0), 64, id="dynamic, up to its limit"),
+        pytest.param(
+            rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+                 original_max_position_embeddings=32), 64, id="llama3",
+        ),
+        pytest.param(
+            rope("yarn", factor=4.0, original_max_position_embeddings=32), 64, id="yarn",
+        ),
+        pytest.param(rope("yarn", factor=4.0), 64, id="yarn whose original length is left out"),
+        pytest.param(
+            rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False,
+                 beta_fast=4, beta_slow=2), 64, id="yarn, ramp between fractions",
+        ),
+        pytest.param(
+            rope("yarn", factor=4.0, original_max_position_embeddings=2**20), 64,
+            id="yarn, ramp from the first pair on",
+        ),
+        pytest.param(
+            rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=0.7,
+                 mscale_all_dim=0.3), 64, id="yarn with mscale",
+        ),
+        pytest.param(
+            rope("yarn", factor=4.0, original_max_position_embeddings=32, attention_factor=0.5),
+            64, id="yarn with a factor of its own",
+        ),
+        pytest.param(
+            rope("longrope", short_factor=FACTORS, long_factor=FACTORS[::-1],
+                 original_max_position_embeddings=32), 33, id="longrope, first length beyond",
+        ),
+        pytest.param(
+            rope("longrope", short_factor=FACTORS, long_factor=FACTORS[::-1],
+                 original_max_position_embeddings=32), 32, id="longrope, last length within",
+        ),
+        pytest.param(
+            rope("longrope", short_factor=FACTORS, long_factor=FACTORS[::-1], factor=0.5,
+                 original_max_position_embeddings=32), 64, id="longrope that shrinks",
+        ),
+    ],
+)  # fmt: skip
+def test_frequencies_are_those_of_transformers(parameters: dict[str, Any], length: int):
+    theirs = AutoConfig.for_model("llama", **SHAPE, rope_parameters=dict(parameters))
+    frequencies, factor = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](theirs, "cpu", length)
+    ours = read("llama", rope_parameters=parameters).layers[0].rope
+    assert ours is not None
+    torch.testing.assert_close(inverse_frequencies(ours, length), frequencies)
+    assert attention_factor(ours) == pytest.approx(factor)
+
+
+def test_yarn_makes_room_beyond_max_position_embeddings():
+    scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    assert read("llama", rope_scaling=scaling).max_position == 256
+    assert read("llama").max_position == 64
+
+
+# ---- Windows -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "expected"),
+    [
+        pytest.param("mistral", {"num_key_value_heads": 4}, [4096] * 4, id="in all, by default"),
+        pytest.param("mistral", {"num_key_value_heads": 4, "sliding_window": None}, [None] * 4,
+                     id="null is none"),
+    ],
+)  # fmt: skip
+def test_windows_of_the_layers(model_type: str, keys: dict[str, Any], expected: list[int | None]):
+    assert windows(read(model_type, **keys)) == expected
+
+
+# ---- Published files ---------------------------------------------------------------------------
+
+_COMMON = {
+    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02,
+    "pad_token_id": None, "torch_dtype": "bfloat16", "transformers_version": "4.45.0",
+    "use_cache": True,
+}  # fmt: skip
+# The keys of files on the Hugging Face Hub, with the lists of factors shortened.
+PUBLISHED = {
+    "Llama-3.1-8B": _COMMON | {
+        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072,
+        "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
+        "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
+        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
+        "rope_scaling": {
+            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192, "rope_type": "llama3",
+        },
+        "vocab_size": 128256,
+    },
+    "Mistral-7B-v0.1": _COMMON | {
+        "architectures": ["MistralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
+        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+        "tie_word_embeddings": False, "vocab_size": 32000,
+    },
+}  # fmt: skip
+
+
+def test_every_architecture_has_a_published_file():
+    assert {values["model_type"] for values in PUBLISHED.values()} == set(SPECS)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_files_are_read(name: str):
+    values = PUBLISHED[name]
+    config = ModelConfig.from_dict(values)
+    theirs = AutoConfig.for_model(**values)
+    assert config.hidden_size == theirs.hidden_size
+    assert config.num_layers == theirs.num_hidden_layers
+    assert config.tied_embeddings == theirs.tie_word_embeddings
+
+
+# ---- Refusals ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("model_type", "keys", "message"),
+    [
+        ("llama", {"sliding_window": 8}, "'llama'.*sliding_window=8; understood are .*vocab_size"),
+        ("llama", {"one": 1, "two": [2]}, r"one=1, two=\[2\]; understood"),
+        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
+        ("mistral", {"num_key_value_heads": 4, "layer_types": ["full_attention"]}, "layer_types="),
+        ("llama", {"rope_scaling": {"type": "mrope"}}, "rope_type must be one of default, .*'mr"),
+        ("llama", {"rope_scaling": rope("yarn", factor=2, beta=1)}, "not understood: beta; under"),
+        ("llama", {"rope_scaling": rope("longrope")}, "needs short_factor, long_factor, got"),
+        ("mixtral", {}, r"supported architectures \(llama, mistral.*\), got 'mixtral'"),
+    ],
+)
+def test_what_is_not_understood_is_refused(model_type: str, keys: dict[str, Any], message: str):
+    ModelConfig.from_dict({"model_type": "llama"} | SHAPE | {"later": None, "off": False})
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict({"model_type": model_type} | SHAPE | keys)
+
+
+def test_longrope_needs_a_factor_for_each_frequency():
+    scaling = rope("longrope", short_factor=[1.0], long_factor=[1.0])
+    settings = read("llama", rope_scaling=scaling).layers[0].rope
+    assert settings is not None
+    with pytest.raises(ValueError, match="a factor for each of 8 frequencies, got 1"):
+        inverse_frequencies(settings, 64)

@@ -1,0 +1,102 @@
+"""Every architecture computes what transformers computes, and generates the same tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import tiny_model
+from ridgeline import LLM, SamplingParams
+from ridgeline.models.specs import SPECS
+from test_models import load, logits_of
+from tiny_model import one_thread  # noqa: F401
+
+LONG = tiny_model.prompt_of(53)  # three blocks of 16 and a part, longer than all windows here
+SHORT = tiny_model.prompt_of(5)  # shorter than all windows
+WINDOW = 11  # within a block and across its edge
+NEW_TOKENS = 5
+
+
+def case(reason: str, model_type: str, **overrides: Any) -> Any:
+    return pytest.param((model_type, overrides), id=f"{model_type}: {reason}")
+
+
+def rope(kind: str, **numbers: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0} | numbers
+
+
+CASES = [
+    case(
+        "yarn, past the original length", "llama",
+        rope_parameters=rope("yarn", factor=4.0, original_max_position_embeddings=32),
+    ),
+    case("dynamic scaling, which acts beyond the limit", "llama",
+         rope_parameters=rope("dynamic", factor=4.0)),
+    case("a window in every layer", "mistral", sliding_window=WINDOW),
+    case("no window", "mistral", sliding_window=None),
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Model:
+    folder: Path
+    oracle: PreTrainedModel
+
+    def logits(self, prompt: list[int]) -> torch.Tensor:
+        with torch.no_grad():
+            return self.oracle(torch.tensor([prompt]), use_cache=False).logits[0]
+
+    def greedy(self, prompt: list[int]) -> list[int]:
+        """By whole passes: the cache of transformers is not what is tested."""
+        tokens = list(prompt)
+        for _ in range(NEW_TOKENS):
+            tokens.append(int(self.logits(tokens)[-1].argmax()))
+        return tokens[len(prompt) :]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
+    model_type, overrides = request.param
+    folder = tmp_path_factory.mktemp(model_type)
+    return Model(folder, tiny_model.save_model(folder, model_type, **overrides))
+
+
+def test_logits_are_those_of_transformers(model: Model):
+    actual = logits_of(load(model.folder), LONG, torch.float32)
+    torch.testing.assert_close(actual, model.logits(LONG), rtol=1e-4, atol=1e-3)
+
+
+def test_greedy_tokens_are_those_of_transformers(model: Model):
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+    # Chunks of 16 tokens: windows reach over steps as well as over blocks.
+    options = {"block_size": 16, "num_blocks": 9, "max_num_seqs": 2, "max_num_batched_tokens": 16}
+    with LLM(model.folder, device="cpu", **options) as llm:
+        outputs = llm.generate([LONG, SHORT], params)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    assert tokens == [model.greedy(LONG), model.greedy(SHORT)]
+
+
+def test_random_weights_need_the_configuration_only(model: Model):
+    config = json.loads((model.folder / "config.json").read_text())
+    with LLM.from_config(config, device="cpu", num_blocks=4, max_num_seqs=2) as llm:
+        (output,) = llm.generate(SHORT, SamplingParams(max_tokens=2, ignore_eos=True))
+    assert len(output.outputs[0].token_ids) == 2
+
+
+# Last, since it turns the shared model into bfloat16.
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(model: Model):
+    exact = model.logits(LONG)
+    model.oracle.to(torch.bfloat16)
+    theirs = model.logits(LONG).float()
+    ours = logits_of(load(model.folder, torch.bfloat16), LONG, torch.bfloat16).float()
+    assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()
+
+
+def test_every_architecture_has_a_case():
+    assert {param.values[0][0] for param in CASES} == set(SPECS)
