@@ -93,8 +93,8 @@ def test_frequencies_are_those_of_transformers(parameters: dict[str, Any], lengt
 
 def test_yarn_makes_room_beyond_max_position_embeddings():
     scaling = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    assert read("llama", rope_scaling=scaling).max_position == 256
-    assert read("llama").max_position == 64
+    assert read("qwen2", rope_scaling=scaling).max_position == 256
+    assert read("qwen2").max_position == 64
 
 
 # ---- Windows -----------------------------------------------------------------------------------
@@ -106,6 +106,19 @@ def test_yarn_makes_room_beyond_max_position_embeddings():
         pytest.param("mistral", {"num_key_value_heads": 4}, [4096] * 4, id="in all, by default"),
         pytest.param("mistral", {"num_key_value_heads": 4, "sliding_window": None}, [None] * 4,
                      id="null is none"),
+        pytest.param("qwen2", {"sliding_window": 8, "max_window_layers": 1}, [None] * 4,
+                     id="not used"),
+        pytest.param(
+            "qwen2",
+            {"sliding_window": 8, "max_window_layers": 3, "use_sliding_window": True},
+            [None] * 3 + [8], id="from max_window_layers on",
+        ),
+        pytest.param(
+            "qwen3",
+            {"sliding_window": 8, "use_sliding_window": True,
+             "layer_types": ["sliding_attention"] + ["full_attention"] * 3},
+            [8, None, None, None], id="layer_types go first",
+        ),
     ],
 )  # fmt: skip
 def test_windows_of_the_layers(model_type: str, keys: dict[str, Any], expected: list[int | None]):
@@ -140,6 +153,23 @@ PUBLISHED = {
         "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
         "tie_word_embeddings": False, "vocab_size": 32000,
     },
+    "Qwen2.5-7B": _COMMON | {
+        "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 3584,
+        "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
+        "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
+        "sliding_window": 131072, "tie_word_embeddings": False, "use_mrope": False,
+        "use_sliding_window": False, "vocab_size": 152064,
+    },
+    "Qwen3-8B": _COMMON | {
+        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
+        "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
+        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
+        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
+        "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
+        "vocab_size": 151936,
+    },
 }  # fmt: skip
 
 
@@ -167,6 +197,8 @@ def test_published_files_are_read(name: str):
         ("llama", {"one": 1, "two": [2]}, r"one=1, two=\[2\]; understood"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
         ("mistral", {"num_key_value_heads": 4, "layer_types": ["full_attention"]}, "layer_types="),
+        ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types must be .* of 4 layers"),
+        ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types must be .*'chunked"),
         ("llama", {"rope_scaling": {"type": "mrope"}}, "rope_type must be one of default, .*'mr"),
         ("llama", {"rope_scaling": rope("yarn", factor=2, beta=1)}, "not understood: beta; under"),
         ("llama", {"rope_scaling": rope("longrope")}, "needs short_factor, long_factor, got"),

@@ -40,6 +40,13 @@ CASES = [
          rope_parameters=rope("dynamic", factor=4.0)),
     case("a window in every layer", "mistral", sliding_window=WINDOW),
     case("no window", "mistral", sliding_window=None),
+    case("biases of the projections alone", "qwen2"),
+    case(
+        "upper layers slide", "qwen2",
+        use_sliding_window=True, sliding_window=WINDOW, max_window_layers=1,
+    ),
+    case("head norms", "qwen3", head_dim=32),
+    case("head norms and biases", "qwen3", head_dim=32, attention_bias=True),
 ]  # fmt: skip
 
 

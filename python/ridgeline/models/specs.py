@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.models.spec import Spec, all_sliding
+from ridgeline.models.spec import Spec, all_sliding, upper_sliding
 
 _LAYER = "model.layers.{i}."
 _LLAMA_WEIGHTS = {
@@ -21,6 +21,11 @@ _LLAMA_WEIGHTS = {
     "layers.{i}.down": (_LAYER + "mlp.down_proj",),
     "norm": ("model.norm",),
     "head": ("lm_head",),
+}
+
+_QK_NORMS = {
+    "layers.{i}.q_norm": (_LAYER + "self_attn.q_norm",),
+    "layers.{i}.k_norm": (_LAYER + "self_attn.k_norm",),
 }
 
 LLAMA = Spec(
@@ -38,7 +43,30 @@ MISTRAL = Spec(
     windows=all_sliding,
 )
 
-SPECS = {spec.model_type: spec for spec in (LLAMA, MISTRAL)}
+_QWEN_DEFAULTS = {
+    "use_sliding_window": False,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+
+QWEN2 = Spec(
+    model_type="qwen2",
+    weights=_LLAMA_WEIGHTS,
+    defaults=_QWEN_DEFAULTS,
+    windows=upper_sliding,
+    qkv_bias=True,
+)
+
+QWEN3 = Spec(
+    model_type="qwen3",
+    weights=_LLAMA_WEIGHTS | _QK_NORMS,
+    defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+    windows=upper_sliding,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+)
+
+SPECS = {spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3)}
 
 
 def spec_of(config: Mapping[str, Any]) -> Spec:
