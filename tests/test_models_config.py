@@ -97,6 +97,39 @@ def test_yarn_makes_room_beyond_max_position_embeddings():
     assert read("qwen2").max_position == 64
 
 
+@pytest.mark.parametrize(
+    ("model_type", "older", "newer"),
+    [
+        pytest.param(
+            "gemma3_text",
+            {
+                "rope_theta": 5000.0,
+                "rope_local_base_freq": 100.0,
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "sliding_window_pattern": 2,
+            },
+            {
+                "rope_parameters": {
+                    "full_attention": rope("linear", factor=8.0, rope_theta=5000.0),
+                    "sliding_attention": rope("default", rope_theta=100.0),
+                },
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+            id="gemma3_text",
+        ),
+    ],
+)  # fmt: skip
+def test_older_keys_mean_the_same(model_type: str, older: dict[str, Any], newer: dict[str, Any]):
+    assert read(model_type, **older).layers == read(model_type, **newer).layers
+
+
+def test_gemma3_without_keys_has_the_rotations_of_transformers():
+    config = read("gemma3_text", num_hidden_layers=6)
+    thetas = [layer.rope.theta for layer in config.layers if layer.rope is not None]
+    assert thetas == [1e4] * 5 + [1e6]
+    assert windows(config) == [4096] * 5 + [None]
+
+
 # ---- Windows -----------------------------------------------------------------------------------
 
 
@@ -119,6 +152,7 @@ def test_yarn_makes_room_beyond_max_position_embeddings():
              "layer_types": ["sliding_attention"] + ["full_attention"] * 3},
             [8, None, None, None], id="layer_types go first",
         ),
+        pytest.param("gemma2", {"sliding_window": 8}, [8, None] * 2, id="every other layer"),
     ],
 )  # fmt: skip
 def test_windows_of_the_layers(model_type: str, keys: dict[str, Any], expected: list[int | None]):
@@ -170,6 +204,27 @@ PUBLISHED = {
         "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
         "vocab_size": 151936,
     },
+    "gemma-2-9b": _COMMON | {
+        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False,
+        "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
+        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "intermediate_size": 14336,
+        "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 16,
+        "num_hidden_layers": 42, "num_key_value_heads": 8, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
+        "sliding_window_size": 4096, "vocab_size": 256000,
+    },
+    "gemma-3-1b-it": _COMMON | {
+        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False,
+        "attn_logit_softcapping": None, "cache_implementation": "hybrid",
+        "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
+        "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256,
+        "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
+        "vocab_size": 262144,
+    },
 }  # fmt: skip
 
 
@@ -197,8 +252,12 @@ def test_published_files_are_read(name: str):
         ("llama", {"one": 1, "two": [2]}, r"one=1, two=\[2\]; understood"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
         ("mistral", {"num_key_value_heads": 4, "layer_types": ["full_attention"]}, "layer_types="),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
         ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types must be .* of 4 layers"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types must be .*'chunked"),
+        ("gemma2", {"sliding_window": None}, "sliding_window must be a positive integer, got None"),
+        ("gemma2", {"hidden_activation": "relu"}, "hidden_activation must be one of gelu, .*silu"),
         ("llama", {"rope_scaling": {"type": "mrope"}}, "rope_type must be one of default, .*'mr"),
         ("llama", {"rope_scaling": rope("yarn", factor=2, beta=1)}, "not understood: beta; under"),
         ("llama", {"rope_scaling": rope("longrope")}, "needs short_factor, long_factor, got"),

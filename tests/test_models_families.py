@@ -47,6 +47,24 @@ CASES = [
     ),
     case("head norms", "qwen3", head_dim=32),
     case("head norms and biases", "qwen3", head_dim=32, attention_bias=True),
+    case(
+        "caps, alternating windows, norms on both sides, scaled embedding", "gemma2",
+        head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=48,
+        attn_logit_softcapping=5.0, final_logit_softcapping=3.0,
+    ),
+    case("no caps", "gemma2", head_dim=32, attn_logit_softcapping=None,
+         final_logit_softcapping=None),
+    case(
+        "a rotation for each kind of layer", "gemma3_text",
+        head_dim=32, sliding_window=WINDOW, query_pre_attn_scalar=32,
+        layer_types=["sliding_attention", "full_attention"],
+        rope_parameters={
+            "full_attention": rope("linear", factor=8.0, rope_theta=1e6),
+            "sliding_attention": rope("default"),
+        },
+    ),
+    case("a full layer after two that slide", "gemma3_text",
+         head_dim=32, sliding_window=WINDOW, num_hidden_layers=3, sliding_window_pattern=3),
 ]  # fmt: skip
 
 
@@ -103,6 +121,12 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(model: Model):
     theirs = model.logits(LONG).float()
     ours = logits_of(load(model.folder, torch.bfloat16), LONG, torch.bfloat16).float()
     assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()
+
+
+def test_the_scale_of_embeddings_is_rounded_as_transformers_rounds_it(tmp_path: Path):
+    tiny_model.save_model(tmp_path, "gemma2", hidden_size=48)
+    assert load(tmp_path, torch.float32).embedding_scale == pytest.approx(48**0.5)
+    assert load(tmp_path, torch.bfloat16).embedding_scale == 6.9375
 
 
 def test_every_architecture_has_a_case():

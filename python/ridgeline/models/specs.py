@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.models.spec import Spec, all_sliding, upper_sliding
+from ridgeline.models.spec import Spec, all_sliding, every_nth_full, upper_sliding
 
 _LAYER = "model.layers.{i}."
 _LLAMA_WEIGHTS = {
@@ -26,6 +26,12 @@ _LLAMA_WEIGHTS = {
 _QK_NORMS = {
     "layers.{i}.q_norm": (_LAYER + "self_attn.q_norm",),
     "layers.{i}.k_norm": (_LAYER + "self_attn.k_norm",),
+}
+
+_SANDWICH_NORMS = {
+    "layers.{i}.post_attention_norm": (_LAYER + "post_attention_layernorm",),
+    "layers.{i}.mlp_norm": (_LAYER + "pre_feedforward_layernorm",),
+    "layers.{i}.post_mlp_norm": (_LAYER + "post_feedforward_layernorm",),
 }
 
 LLAMA = Spec(
@@ -66,7 +72,58 @@ QWEN3 = Spec(
     output_bias="attention_bias",
 )
 
-SPECS = {spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3)}
+_GEMMA_DEFAULTS = {
+    "head_dim": 256,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+    "vocab_size": 256000,
+}
+
+GEMMA2 = Spec(
+    model_type="gemma2",
+    weights=_LLAMA_WEIGHTS | _SANDWICH_NORMS,
+    names={"hidden_act": "hidden_activation"},
+    defaults=_GEMMA_DEFAULTS
+    | {
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+        "max_position_embeddings": 8192,
+        "sliding_window_pattern": 2,
+    },
+    unused=("hidden_act", "sliding_window_size"),
+    norm_offset=1.0,
+    windows=every_nth_full,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    scaled_embedding=True,
+)
+
+GEMMA3 = Spec(
+    model_type="gemma3_text",
+    weights=_LLAMA_WEIGHTS | _SANDWICH_NORMS | _QK_NORMS,
+    names={"hidden_act": "hidden_activation"},
+    defaults=_GEMMA_DEFAULTS
+    | {
+        "final_logit_softcapping": None,
+        "max_position_embeddings": 131072,
+        "rope_local_base_freq": 10000.0,
+        "rope_theta": 1000000.0,
+        "sliding_window_pattern": 6,
+        "vocab_size": 262208,
+    },
+    unused=("_sliding_window_pattern",),
+    norm_offset=1.0,
+    windows=every_nth_full,
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    scaled_embedding=True,
+)
+
+SPECS = {spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)}
 
 
 def spec_of(config: Mapping[str, Any]) -> Spec:
