@@ -53,8 +53,8 @@ def rope(kind: str, **numbers: Any) -> dict[str, Any]:
         ),
         pytest.param(rope("yarn", factor=4.0), 64, id="yarn whose original length is left out"),
         pytest.param(
-            rope("yarn", factor=4.0, original_max_position_embeddings=32, truncate=False,
-                 beta_fast=4, beta_slow=2), 64, id="yarn, ramp between fractions",
+            rope("yarn", factor=4.0, original_max_position_embeddings=4096, truncate=False,
+                 beta_fast=8, beta_slow=1), 64, id="yarn, ramp between fractions",
         ),
         pytest.param(
             rope("yarn", factor=4.0, original_max_position_embeddings=2**20), 64,
@@ -100,6 +100,21 @@ def test_yarn_makes_room_beyond_max_position_embeddings():
 @pytest.mark.parametrize(
     ("model_type", "older", "newer"),
     [
+        pytest.param(
+            "phi3",
+            {
+                "partial_rotary_factor": 0.5,
+                "original_max_position_embeddings": 32,
+                "rope_scaling": {"type": "su", "short_factor": FACTORS, "long_factor": FACTORS},
+            },
+            {
+                "rope_parameters": rope(
+                    "longrope", partial_rotary_factor=0.5, short_factor=FACTORS,
+                    long_factor=FACTORS, original_max_position_embeddings=32,
+                ),
+            },
+            id="phi3",
+        ),
         pytest.param(
             "gemma3_text",
             {
@@ -153,6 +168,7 @@ def test_gemma3_without_keys_has_the_rotations_of_transformers():
             [8, None, None, None], id="layer_types go first",
         ),
         pytest.param("gemma2", {"sliding_window": 8}, [8, None] * 2, id="every other layer"),
+        pytest.param("phi3", {}, [None] * 4, id="none by default"),
     ],
 )  # fmt: skip
 def test_windows_of_the_layers(model_type: str, keys: dict[str, Any], expected: list[int | None]):
@@ -225,6 +241,21 @@ PUBLISHED = {
         "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
         "vocab_size": 262144,
     },
+    "Phi-4-mini-instruct": _COMMON | {
+        "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
+        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0,
+        "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
+        "interpolate_factor": 1, "lm_head_bias": False, "max_position_embeddings": 131072,
+        "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24,
+        "num_hidden_layers": 32, "num_key_value_heads": 8,
+        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
+        "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+        "rope_scaling": {
+            "long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "longrope",
+        },
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
+        "vocab_size": 200064,
+    },
 }  # fmt: skip
 
 
@@ -254,6 +285,7 @@ def test_published_files_are_read(name: str):
         ("mistral", {"num_key_value_heads": 4, "layer_types": ["full_attention"]}, "layer_types="),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias=True"),
         ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types must be .* of 4 layers"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types must be .*'chunked"),
         ("gemma2", {"sliding_window": None}, "sliding_window must be a positive integer, got None"),

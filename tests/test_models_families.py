@@ -31,6 +31,8 @@ def rope(kind: str, **numbers: Any) -> dict[str, Any]:
     return {"rope_type": kind, "rope_theta": 10000.0} | numbers
 
 
+SHORT_FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
+LONG_FACTORS = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 CASES = [
     case(
         "yarn, past the original length", "llama",
@@ -65,6 +67,19 @@ CASES = [
     ),
     case("a full layer after two that slide", "gemma3_text",
          head_dim=32, sliding_window=WINDOW, num_hidden_layers=3, sliding_window_pattern=3),
+    case("stacked projections, a window", "phi3", sliding_window=WINDOW),
+    case(
+        "longrope past the original length, part of a head rotated", "phi3",
+        original_max_position_embeddings=4,  # SHORT is longer too
+        rope_parameters=rope("longrope", partial_rotary_factor=0.75,
+                             short_factor=SHORT_FACTORS, long_factor=LONG_FACTORS),
+    ),
+    case(
+        "longrope within the original length", "phi3",
+        original_max_position_embeddings=512,
+        rope_parameters=rope("longrope", partial_rotary_factor=0.75, factor=4.0,
+                             short_factor=SHORT_FACTORS, long_factor=LONG_FACTORS),
+    ),
 ]  # fmt: skip
 
 

@@ -123,7 +123,19 @@ GEMMA3 = Spec(
     scaled_embedding=True,
 )
 
-SPECS = {spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3)}
+PHI3 = Spec(
+    model_type="phi3",
+    weights=_LLAMA_WEIGHTS
+    | {
+        "layers.{i}.qkv": (_LAYER + "self_attn.qkv_proj",),
+        "layers.{i}.up": (_LAYER + "mlp.gate_up_proj",),
+    },
+    defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
+    required={"full_attn_mod": 1, "interpolate_factor": 1},
+    windows=all_sliding,
+)
+
+SPECS = {spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3)}
 
 
 def spec_of(config: Mapping[str, Any]) -> Spec:
