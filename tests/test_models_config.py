@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import tiny_model
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.rope import attention_factor, inverse_frequencies
 from ridgeline.models.specs import SPECS
+from test_models import load, logits_of
+from tiny_model import one_thread  # noqa: F401
 
 SHAPE = {
     "vocab_size": 100,
@@ -256,6 +261,26 @@ PUBLISHED = {
         "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
         "vocab_size": 200064,
     },
+    "gpt2": {
+        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
+        "attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256,
+        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
+        "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
+        "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
+        "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+        "vocab_size": 50257,
+    },
+    "opt-125m": {
+        "_name_or_path": "facebook/opt-125m", "activation_dropout": 0.0,
+        "activation_function": "relu", "architectures": ["OPTForCausalLM"],
+        "attention_dropout": 0.0, "bos_token_id": 2, "do_layer_norm_before": True,
+        "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 3072, "hidden_size": 768, "init_std": 0.02,
+        "layerdrop": 0.0, "max_position_embeddings": 2048, "model_type": "opt",
+        "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 1, "prefix": "</s>",
+        "torch_dtype": "float16", "transformers_version": "4.21.0.dev0", "use_cache": True,
+        "vocab_size": 50272, "word_embed_proj_dim": 768,
+    },
 }  # fmt: skip
 
 
@@ -285,11 +310,16 @@ def test_published_files_are_read(name: str):
         ("mistral", {"num_key_value_heads": 4, "layer_types": ["full_attention"]}, "layer_types="),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),
+        ("gpt2", {"num_key_value_heads": 1}, "num_key_value_heads=1"),
+        ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights must be True, got False"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before must be True, got False"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim must be 64, got 32"),
         ("phi3", {"lm_head_bias": True}, "lm_head_bias=True"),
         ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types must be .* of 4 layers"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types must be .*'chunked"),
         ("gemma2", {"sliding_window": None}, "sliding_window must be a positive integer, got None"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation must be one of gelu, .*silu"),
+        ("gpt2", {"activation_function": "mish"}, "activation_function must be .*relu, silu, got"),
         ("llama", {"rope_scaling": {"type": "mrope"}}, "rope_type must be one of default, .*'mr"),
         ("llama", {"rope_scaling": rope("yarn", factor=2, beta=1)}, "not understood: beta; under"),
         ("llama", {"rope_scaling": rope("longrope")}, "needs short_factor, long_factor, got"),
@@ -297,9 +327,15 @@ def test_published_files_are_read(name: str):
     ],
 )
 def test_what_is_not_understood_is_refused(model_type: str, keys: dict[str, Any], message: str):
+    shape = {"n_embd": 64, "n_layer": 4, "n_head": 4, "vocab_size": 100}
+    if model_type == "opt":
+        shape = SHAPE | {"ffn_dim": 128}
+        del shape["intermediate_size"]
+    elif model_type != "gpt2":
+        shape = SHAPE
     ModelConfig.from_dict({"model_type": "llama"} | SHAPE | {"later": None, "off": False})
     with pytest.raises(ValueError, match=message):
-        ModelConfig.from_dict({"model_type": model_type} | SHAPE | keys)
+        ModelConfig.from_dict({"model_type": model_type} | shape | keys)
 
 
 def test_longrope_needs_a_factor_for_each_frequency():
@@ -308,3 +344,40 @@ def test_longrope_needs_a_factor_for_each_frequency():
     assert settings is not None
     with pytest.raises(ValueError, match="a factor for each of 8 frequencies, got 1"):
         inverse_frequencies(settings, 64)
+
+
+# ---- Checkpoints -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model_type", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])
+def test_a_checkpoint_may_leave_out_the_prefix_of_all_names(
+    tmp_path: Path, model_type: str, prefix: str
+):
+    """As the one of gpt2 does, which also holds the causal mask as a buffer of each layer."""
+    model = tiny_model.save_model(tmp_path, model_type)
+    path = tmp_path / "model.safetensors"
+    tensors = {name.removeprefix(prefix): value for name, value in load_file(path).items()}
+    if model_type == "gpt2":
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 8, 8)
+    save_file(tensors, path)
+    prompt = tiny_model.prompt_of(9)
+    with torch.no_grad():
+        expected = model(torch.tensor([prompt])).logits[0]
+    actual = logits_of(load(tmp_path), prompt, torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_shapes_are_checked_as_they_are_stored(tmp_path: Path):
+    """Transposed, stacked and with rows before the first position."""
+    tiny_model.save_model(tmp_path / "gpt2", "gpt2")
+    tiny_model.edit_json(tmp_path / "gpt2" / "config.json", n_inner=32)
+    with pytest.raises(ValueError, match=r"h\.0\.mlp\.c_fc\.weight: expected \[64, 32\], got"):
+        load(tmp_path / "gpt2")
+    tiny_model.save_model(tmp_path / "phi3", "phi3")
+    tiny_model.edit_json(tmp_path / "phi3" / "config.json", num_key_value_heads=4)
+    with pytest.raises(ValueError, match=r"qkv_proj\.weight: expected \[192, 64\], got \[128"):
+        load(tmp_path / "phi3")
+    tiny_model.save_model(tmp_path / "opt", "opt")
+    tiny_model.edit_json(tmp_path / "opt" / "config.json", max_position_embeddings=8)
+    with pytest.raises(ValueError, match=r"embed_positions\.weight: expected \[10, 64\], got"):
+        load(tmp_path / "opt")

@@ -80,6 +80,12 @@ CASES = [
         rope_parameters=rope("longrope", partial_rotary_factor=0.75, factor=4.0,
                              short_factor=SHORT_FACTORS, long_factor=LONG_FACTORS),
     ),
+    case("learned positions, transposed weights", "gpt2"),
+    case("attention scaled by depth, an odd MLP", "gpt2",
+         scale_attn_by_inverse_layer_idx=True, n_inner=96),
+    case("positions from the third row on, relu", "opt", ffn_dim=160, init_std=0.3),
+    case("no biases, gelu", "opt", ffn_dim=160, init_std=0.3, enable_bias=False,
+         activation_function="gelu"),
 ]  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ridgeline.models.spec import Spec, all_sliding, every_nth_full, upper_sliding
+from ridgeline.models.spec import SameAs, Spec, all_sliding, every_nth_full, upper_sliding
 
 _LAYER = "model.layers.{i}."
 _LLAMA_WEIGHTS = {
@@ -135,7 +135,99 @@ PHI3 = Spec(
     windows=all_sliding,
 )
 
-SPECS = {spec.model_type: spec for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3)}
+_GPT2_LAYER = "transformer.h.{i}."
+GPT2 = Spec(
+    model_type="gpt2",
+    weights={
+        "embedding": ("transformer.wte",),
+        "positions": ("transformer.wpe",),
+        "layers.{i}.attention_norm": (_GPT2_LAYER + "ln_1",),
+        "layers.{i}.qkv": (_GPT2_LAYER + "attn.c_attn",),
+        "layers.{i}.output": (_GPT2_LAYER + "attn.c_proj",),
+        "layers.{i}.mlp_norm": (_GPT2_LAYER + "ln_2",),
+        "layers.{i}.up": (_GPT2_LAYER + "mlp.c_fc",),
+        "layers.{i}.down": (_GPT2_LAYER + "mlp.c_proj",),
+        "norm": ("transformer.ln_f",),
+        "head": ("lm_head",),
+    },
+    names={
+        "hidden_act": "activation_function",
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "num_key_value_heads": "n_head",
+        "norm_eps": "layer_norm_epsilon",
+    },
+    defaults={
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "n_positions": 1024,
+        "scale_attn_by_inverse_layer_idx": False,
+        "tie_word_embeddings": True,
+    },
+    required={"add_cross_attention": False, "scale_attn_weights": True},
+    unused=("reorder_and_upcast_attn",),  # scores are always float32
+    ignored=(".attn.bias", ".attn.masked_bias"),
+    prefix="transformer.",
+    norm="layer",
+    inner_multiple=4,
+    gated=False,
+    qkv_bias=True,
+    output_bias=True,
+    mlp_bias=True,
+    transposed=True,
+)
+
+_OPT_LAYER = "model.decoder.layers.{i}."
+OPT = Spec(
+    model_type="opt",
+    weights={
+        "embedding": ("model.decoder.embed_tokens",),
+        "positions": ("model.decoder.embed_positions",),
+        "layers.{i}.attention_norm": (_OPT_LAYER + "self_attn_layer_norm",),
+        "layers.{i}.qkv": tuple(_OPT_LAYER + f"self_attn.{part}_proj" for part in "qkv"),
+        "layers.{i}.output": (_OPT_LAYER + "self_attn.out_proj",),
+        "layers.{i}.mlp_norm": (_OPT_LAYER + "final_layer_norm",),
+        "layers.{i}.up": (_OPT_LAYER + "fc1",),
+        "layers.{i}.down": (_OPT_LAYER + "fc2",),
+        "norm": ("model.decoder.final_layer_norm",),
+        "head": ("lm_head",),
+    },
+    names={
+        "hidden_act": "activation_function",
+        "intermediate_size": "ffn_dim",
+        "norm_eps": "layer_norm_eps",
+        "num_key_value_heads": "num_attention_heads",
+    },
+    defaults={
+        "activation_function": "relu",
+        "enable_bias": True,
+        "layer_norm_eps": 1e-5,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
+    required={
+        "_remove_final_layer_norm": False,
+        "do_layer_norm_before": True,
+        "layer_norm_elementwise_affine": True,
+        "layer_norm_eps": 1e-5,  # transformers has no key for it
+        "word_embed_proj_dim": SameAs("hidden_size"),
+    },
+    prefix="model.",
+    norm="layer",
+    gated=False,
+    qkv_bias="enable_bias",
+    output_bias="enable_bias",
+    mlp_bias="enable_bias",
+    position_offset=2,
+)
+
+SPECS = {
+    spec.model_type: spec
+    for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GPT2, OPT)
+}
 
 
 def spec_of(config: Mapping[str, Any]) -> Spec:
