@@ -106,6 +106,12 @@ def test_yarn_makes_room_beyond_max_position_embeddings():
     ("model_type", "older", "newer"),
     [
         pytest.param(
+            "gpt_neox",
+            {"rotary_pct": 0.5, "rotary_emb_base": 500},
+            {"rope_parameters": rope("default", rope_theta=500, partial_rotary_factor=0.5)},
+            id="gpt_neox",
+        ),
+        pytest.param(
             "phi3",
             {
                 "partial_rotary_factor": 0.5,
@@ -280,6 +286,15 @@ PUBLISHED = {
         "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 1, "prefix": "</s>",
         "torch_dtype": "float16", "transformers_version": "4.21.0.dev0", "use_cache": True,
         "vocab_size": 50272, "word_embed_proj_dim": 768,
+    },
+    "pythia-160m": {
+        "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0,
+        "hidden_act": "gelu", "hidden_size": 768, "initializer_range": 0.02,
+        "intermediate_size": 3072, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
+        "model_type": "gpt_neox", "num_attention_heads": 12, "num_hidden_layers": 12,
+        "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
+        "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": True,
+        "use_parallel_residual": True, "vocab_size": 50304,
     },
 }  # fmt: skip
 

@@ -86,6 +86,10 @@ CASES = [
     case("positions from the third row on, relu", "opt", ffn_dim=160, init_std=0.3),
     case("no biases, gelu", "opt", ffn_dim=160, init_std=0.3, enable_bias=False,
          activation_function="gelu"),
+    case("parallel, a quarter of a head rotated, projection by head", "gpt_neox"),
+    case("one after the other, whole heads, no attention bias", "gpt_neox",
+         use_parallel_residual=False, attention_bias=False,
+         rope_parameters=rope("default", partial_rotary_factor=1.0)),
 ]  # fmt: skip
 
 

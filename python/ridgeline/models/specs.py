@@ -224,9 +224,47 @@ OPT = Spec(
     position_offset=2,
 )
 
+_NEOX_LAYER = "gpt_neox.layers.{i}."
+GPT_NEOX = Spec(
+    model_type="gpt_neox",
+    weights={
+        "embedding": ("gpt_neox.embed_in",),
+        "layers.{i}.attention_norm": (_NEOX_LAYER + "input_layernorm",),
+        "layers.{i}.qkv": (_NEOX_LAYER + "attention.query_key_value",),
+        "layers.{i}.output": (_NEOX_LAYER + "attention.dense",),
+        "layers.{i}.mlp_norm": (_NEOX_LAYER + "post_attention_layernorm",),
+        "layers.{i}.up": (_NEOX_LAYER + "mlp.dense_h_to_4h",),
+        "layers.{i}.down": (_NEOX_LAYER + "mlp.dense_4h_to_h",),
+        "norm": ("gpt_neox.final_layer_norm",),
+        "head": ("embed_out",),
+    },
+    names={
+        "num_key_value_heads": "num_attention_heads",
+        "partial_rotary_factor": "rotary_pct",
+        "rope_theta": "rotary_emb_base",
+        "norm_eps": "layer_norm_eps",
+    },
+    defaults={
+        "attention_bias": True,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "rotary_pct": 0.25,
+        "use_parallel_residual": True,
+    },
+    unused=("partial_rotary_factor", "rope_theta"),
+    ignored=(".attention.bias", ".attention.masked_bias", "rotary_emb.inv_freq"),
+    norm="layer",
+    gated=False,
+    parallel="use_parallel_residual",
+    qkv_bias="attention_bias",
+    output_bias="attention_bias",
+    mlp_bias=True,
+    qkv_by_head=True,
+)
+
 SPECS = {
     spec.model_type: spec
-    for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GPT2, OPT)
+    for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GPT2, OPT, GPT_NEOX)
 }
 
 
