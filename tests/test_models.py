@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,27 +31,30 @@ LLAMA3_ROPE = {
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32) -> Decoder:
-    config = ModelConfig.from_path(folder)
-    return load_decoder(config, folder, LoadOptions(CPU, dtype, max_model_len=256))
+def load(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
+    options = LoadOptions(torch.device(device), dtype, max_model_len=256)
+    return load_decoder(ModelConfig.from_path(folder), folder, options)
 
 
 def logits_of(decoder: Decoder, prompt: list[int], dtype: torch.dtype) -> torch.Tensor:
     """Logits of every position, in one step over a cache that was full of NaN."""
-    block_size, count = 16, len(prompt)
+    block_size, count, device = 16, len(prompt), decoder.embedding.device
     blocks = -(-count // block_size)
     layout = KVCacheLayout.of(decoder.config, block_size, "auto", dtype)
-    cache = KVCache.allocate(layout, 1 + blocks, CPU)
+    cache = KVCache.allocate(layout, 1 + blocks, device)
     for tensor in cache.k + cache.v:
         tensor.fill_(float("nan"))
-    positions = torch.arange(count, dtype=torch.int32)
+
+    def ints(values: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
     inputs = StepInputs(
-        input_ids=torch.tensor(prompt, dtype=torch.int32),
-        positions=positions,
-        slots=positions + block_size,
-        seq_lens=torch.tensor([count], dtype=torch.int32),
-        cu_q=torch.tensor([0, count], dtype=torch.int32),
-        block_tables=torch.arange(1, 1 + blocks, dtype=torch.int32)[None],
+        input_ids=ints(prompt),
+        positions=ints(range(count)),
+        slots=ints(range(block_size, block_size + count)),
+        seq_lens=ints([count]),
+        cu_q=ints([0, count]),
+        block_tables=ints(range(1, 1 + blocks))[None],
         max_q=count,
     )
     return decoder.logits(decoder.hidden_states(inputs, cache))

@@ -12,7 +12,10 @@ from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import tiny_model
+from published_configs import PUBLISHED
 from ridgeline.models.config import ModelConfig
+from ridgeline.models.loader import LoadOptions, random_decoder
+from ridgeline.models.norms import RmsNorm
 from ridgeline.models.rope import attention_factor, inverse_frequencies
 from ridgeline.models.specs import SPECS
 from test_models import load, logits_of
@@ -149,11 +152,12 @@ def test_older_keys_mean_the_same(model_type: str, older: dict[str, Any], newer:
     assert read(model_type, **older).layers == read(model_type, **newer).layers
 
 
-def test_gemma3_without_keys_has_the_rotations_of_transformers():
+def test_gemma3_without_keys_is_that_of_transformers():
     config = read("gemma3_text", num_hidden_layers=6)
     thetas = [layer.rope.theta for layer in config.layers if layer.rope is not None]
     assert thetas == [1e4] * 5 + [1e6]
     assert windows(config) == [4096] * 5 + [None]
+    assert {layer.scale for layer in config.layers} == {256**-0.5}
 
 
 # ---- Windows -----------------------------------------------------------------------------------
@@ -188,116 +192,6 @@ def test_windows_of_the_layers(model_type: str, keys: dict[str, Any], expected: 
 
 # ---- Published files ---------------------------------------------------------------------------
 
-_COMMON = {
-    "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "initializer_range": 0.02,
-    "pad_token_id": None, "torch_dtype": "bfloat16", "transformers_version": "4.45.0",
-    "use_cache": True,
-}  # fmt: skip
-# The keys of files on the Hugging Face Hub, with the lists of factors shortened.
-PUBLISHED = {
-    "Llama-3.1-8B": _COMMON | {
-        "architectures": ["LlamaForCausalLM"], "attention_bias": False, "hidden_act": "silu",
-        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072,
-        "mlp_bias": False, "model_type": "llama", "num_attention_heads": 32,
-        "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1,
-        "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": False,
-        "rope_scaling": {
-            "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192, "rope_type": "llama3",
-        },
-        "vocab_size": 128256,
-    },
-    "Mistral-7B-v0.1": _COMMON | {
-        "architectures": ["MistralForCausalLM"], "hidden_act": "silu", "hidden_size": 4096,
-        "intermediate_size": 14336, "max_position_embeddings": 32768, "model_type": "mistral",
-        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
-        "tie_word_embeddings": False, "vocab_size": 32000,
-    },
-    "Qwen2.5-7B": _COMMON | {
-        "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu", "hidden_size": 3584,
-        "intermediate_size": 18944, "max_position_embeddings": 131072, "max_window_layers": 28,
-        "model_type": "qwen2", "num_attention_heads": 28, "num_hidden_layers": 28,
-        "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_theta": 1000000.0,
-        "sliding_window": 131072, "tie_word_embeddings": False, "use_mrope": False,
-        "use_sliding_window": False, "vocab_size": 152064,
-    },
-    "Qwen3-8B": _COMMON | {
-        "architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 128,
-        "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 12288,
-        "max_position_embeddings": 40960, "max_window_layers": 36, "model_type": "qwen3",
-        "num_attention_heads": 32, "num_hidden_layers": 36, "num_key_value_heads": 8,
-        "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000,
-        "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False,
-        "vocab_size": 151936,
-    },
-    "gemma-2-9b": _COMMON | {
-        "architectures": ["Gemma2ForCausalLM"], "attention_bias": False,
-        "attn_logit_softcapping": 50.0, "cache_implementation": "hybrid",
-        "final_logit_softcapping": 30.0, "head_dim": 256, "hidden_act": "gelu_pytorch_tanh",
-        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 3584, "intermediate_size": 14336,
-        "max_position_embeddings": 8192, "model_type": "gemma2", "num_attention_heads": 16,
-        "num_hidden_layers": 42, "num_key_value_heads": 8, "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-06, "rope_theta": 10000.0, "sliding_window": 4096,
-        "sliding_window_size": 4096, "vocab_size": 256000,
-    },
-    "gemma-3-1b-it": _COMMON | {
-        "architectures": ["Gemma3ForCausalLM"], "attention_bias": False,
-        "attn_logit_softcapping": None, "cache_implementation": "hybrid",
-        "eos_token_id": [1, 106], "final_logit_softcapping": None, "head_dim": 256,
-        "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
-        "max_position_embeddings": 32768, "model_type": "gemma3_text", "num_attention_heads": 4,
-        "num_hidden_layers": 26, "num_key_value_heads": 1, "query_pre_attn_scalar": 256,
-        "rms_norm_eps": 1e-06, "rope_local_base_freq": 10000, "rope_scaling": None,
-        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6,
-        "vocab_size": 262144,
-    },
-    "Phi-4-mini-instruct": _COMMON | {
-        "architectures": ["Phi3ForCausalLM"], "attention_bias": False,
-        "auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0,
-        "full_attn_mod": 1, "hidden_act": "silu", "hidden_size": 3072, "intermediate_size": 8192,
-        "interpolate_factor": 1, "lm_head_bias": False, "max_position_embeddings": 131072,
-        "mlp_bias": False, "model_type": "phi3", "num_attention_heads": 24,
-        "num_hidden_layers": 32, "num_key_value_heads": 8,
-        "original_max_position_embeddings": 4096, "partial_rotary_factor": 0.75,
-        "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
-        "rope_scaling": {
-            "long_factor": [1.0] * 48, "short_factor": [1.0] * 48, "type": "longrope",
-        },
-        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
-        "vocab_size": 200064,
-    },
-    "gpt2": {
-        "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
-        "attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256,
-        "initializer_range": 0.02, "layer_norm_epsilon": 1e-05, "model_type": "gpt2",
-        "n_ctx": 1024, "n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024,
-        "resid_pdrop": 0.1, "summary_activation": None, "summary_first_dropout": 0.1,
-        "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
-        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
-        "vocab_size": 50257,
-    },
-    "opt-125m": {
-        "_name_or_path": "facebook/opt-125m", "activation_dropout": 0.0,
-        "activation_function": "relu", "architectures": ["OPTForCausalLM"],
-        "attention_dropout": 0.0, "bos_token_id": 2, "do_layer_norm_before": True,
-        "dropout": 0.1, "eos_token_id": 2, "ffn_dim": 3072, "hidden_size": 768, "init_std": 0.02,
-        "layerdrop": 0.0, "max_position_embeddings": 2048, "model_type": "opt",
-        "num_attention_heads": 12, "num_hidden_layers": 12, "pad_token_id": 1, "prefix": "</s>",
-        "torch_dtype": "float16", "transformers_version": "4.21.0.dev0", "use_cache": True,
-        "vocab_size": 50272, "word_embed_proj_dim": 768,
-    },
-    "pythia-160m": {
-        "architectures": ["GPTNeoXForCausalLM"], "bos_token_id": 0, "eos_token_id": 0,
-        "hidden_act": "gelu", "hidden_size": 768, "initializer_range": 0.02,
-        "intermediate_size": 3072, "layer_norm_eps": 1e-05, "max_position_embeddings": 2048,
-        "model_type": "gpt_neox", "num_attention_heads": 12, "num_hidden_layers": 12,
-        "rotary_emb_base": 10000, "rotary_pct": 0.25, "tie_word_embeddings": False,
-        "torch_dtype": "float16", "transformers_version": "4.24.0", "use_cache": True,
-        "use_parallel_residual": True, "vocab_size": 50304,
-    },
-}  # fmt: skip
-
 
 def test_every_architecture_has_a_published_file():
     assert {values["model_type"] for values in PUBLISHED.values()} == set(SPECS)
@@ -307,7 +201,7 @@ def test_every_architecture_has_a_published_file():
 def test_published_files_are_read(name: str):
     values = PUBLISHED[name]
     config = ModelConfig.from_dict(values)
-    theirs = AutoConfig.for_model(**values)
+    theirs = AutoConfig.for_model(**values).get_text_config()
     assert config.hidden_size == theirs.hidden_size
     assert config.num_layers == theirs.num_hidden_layers
     assert config.tied_embeddings == theirs.tie_word_embeddings
@@ -361,7 +255,16 @@ def test_longrope_needs_a_factor_for_each_frequency():
         inverse_frequencies(settings, 64)
 
 
-# ---- Checkpoints -------------------------------------------------------------------------------
+# ---- Weights -----------------------------------------------------------------------------------
+
+
+def test_random_norms_multiply_by_one():
+    """Whatever is added to their weights."""
+    options = LoadOptions(torch.device("cpu"), torch.float32, max_model_len=16)
+    for model_type in ("llama", "gemma2"):
+        norm = random_decoder(read(model_type, head_dim=16), options, seed=0).norm
+        assert isinstance(norm, RmsNorm)
+        assert set((norm.weight + norm.offset).tolist()) == {1.0}
 
 
 @pytest.mark.parametrize(("model_type", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])

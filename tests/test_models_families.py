@@ -33,6 +33,28 @@ def rope(kind: str, **numbers: Any) -> dict[str, Any]:
 
 SHORT_FACTORS = [1.0, 1.1, 1.2, 1.3, 1.4, 1.5]
 LONG_FACTORS = [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+TEXT = {
+    "vocab_size": tiny_model.VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.3,
+    "pad_token_id": None,
+    "sliding_window": WINDOW,
+    "sliding_window_pattern": 2,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 CASES = [
     case(
         "yarn, past the original length", "llama",
@@ -67,6 +89,8 @@ CASES = [
     ),
     case("a full layer after two that slide", "gemma3_text",
          head_dim=32, sliding_window=WINDOW, num_hidden_layers=3, sliding_window_pattern=3),
+    case("the text model of one that sees", "gemma3",
+         text_config=TEXT, vision_config=VISION, image_token_index=0, mm_tokens_per_image=4),
     case("stacked projections, a window", "phi3", sliding_window=WINDOW),
     case(
         "longrope past the original length, part of a head rotated", "phi3",
@@ -98,9 +122,16 @@ class Model:
     folder: Path
     oracle: PreTrainedModel
 
-    def logits(self, prompt: list[int]) -> torch.Tensor:
+    def logits(self, prompt: list[int], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        oracle = self.oracle
+        if dtype != torch.float32:  # loaded so, the rotation stays in float32
+            oracle = (
+                type(oracle)
+                .from_pretrained(self.folder, dtype=dtype, attn_implementation="eager")
+                .eval()
+            )
         with torch.no_grad():
-            return self.oracle(torch.tensor([prompt]), use_cache=False).logits[0]
+            return oracle(torch.tensor([prompt]), use_cache=False).logits[0]
 
     def greedy(self, prompt: list[int]) -> list[int]:
         """By whole passes: the cache of transformers is not what is tested."""
@@ -108,6 +139,13 @@ class Model:
         for _ in range(NEW_TOKENS):
             tokens.append(int(self.logits(tokens)[-1].argmax()))
         return tokens[len(prompt) :]
+
+    def generate(self, params: SamplingParams, **options: Any) -> list[list[int]]:
+        # Chunks of 16 tokens: windows reach over steps as well as over blocks.
+        sizes = {"block_size": 16, "num_blocks": 9, "max_num_batched_tokens": 16}
+        with LLM(self.folder, max_num_seqs=2, **sizes, **options) as llm:
+            outputs = llm.generate([LONG, SHORT], params)
+        return [output.outputs[0].token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -117,19 +155,32 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Model(folder, tiny_model.save_model(folder, model_type, **overrides))
 
 
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
 def test_logits_are_those_of_transformers(model: Model):
     actual = logits_of(load(model.folder), LONG, torch.float32)
     torch.testing.assert_close(actual, model.logits(LONG), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(model: Model, device: str):
+    exact, dtype = model.logits(LONG), torch.bfloat16
+    theirs = model.logits(LONG, dtype).float()
+    ours = logits_of(load(model.folder, dtype, device), LONG, dtype).float().cpu()
+    assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()
+
+
 def test_greedy_tokens_are_those_of_transformers(model: Model):
-    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, ignore_eos=True)
-    # Chunks of 16 tokens: windows reach over steps as well as over blocks.
-    options = {"block_size": 16, "num_blocks": 9, "max_num_seqs": 2, "max_num_batched_tokens": 16}
-    with LLM(model.folder, device="cpu", **options) as llm:
-        outputs = llm.generate([LONG, SHORT], params)
-    tokens = [output.outputs[0].token_ids for output in outputs]
-    assert tokens == [model.greedy(LONG), model.greedy(SHORT)]
+    assert model.generate(GREEDY, device="cpu") == [model.greedy(LONG), model.greedy(SHORT)]
+
+
+@pytest.mark.gpu
+def test_graphs_are_eager_steps_to_the_bit(model: Model):
+    options = {"device": "cuda", "batch_invariant": True}
+    graphs = model.generate(GREEDY, **options)
+    assert graphs == model.generate(GREEDY, **options, enforce_eager=True)
 
 
 def test_random_weights_need_the_configuration_only(model: Model):
@@ -137,15 +188,6 @@ def test_random_weights_need_the_configuration_only(model: Model):
     with LLM.from_config(config, device="cpu", num_blocks=4, max_num_seqs=2) as llm:
         (output,) = llm.generate(SHORT, SamplingParams(max_tokens=2, ignore_eos=True))
     assert len(output.outputs[0].token_ids) == 2
-
-
-# Last, since it turns the shared model into bfloat16.
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(model: Model):
-    exact = model.logits(LONG)
-    model.oracle.to(torch.bfloat16)
-    theirs = model.logits(LONG).float()
-    ours = logits_of(load(model.folder, torch.bfloat16), LONG, torch.bfloat16).float()
-    assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()
 
 
 def test_the_scale_of_embeddings_is_rounded_as_transformers_rounds_it(tmp_path: Path):

@@ -96,6 +96,9 @@ class ModelConfig:
         of this library reads.
         """
         spec = spec_of(config)
+        if spec.text_config is not None:
+            outer = {key: value for key, value in config.items() if value is not None}
+            config = {**outer.pop(spec.text_config, {}), **outer}
         names = {"norm_eps": "rms_norm_eps"} | dict(spec.names)
         values = ConfigValues(config, names, spec.defaults)
         for key in ("model_type", *spec.unused):

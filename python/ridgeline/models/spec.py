@@ -71,7 +71,8 @@ class Spec:
             and all keys that only some architectures have.
         required: configuration values that the decoder assumes.
         unused: keys that say nothing to transformers either.
-        ignored: ends of checkpoint names that hold nothing to load.
+        ignored: beginnings and ends of checkpoint names that hold nothing to load.
+        text_config: the key under which a model with more than text has its text model's keys.
         prefix: what the names of a checkpoint of the model without its head leave out.
         norm, norm_offset: the kind of norm, and what is added to its weight.
         inner_multiple: the MLP's width as a multiple of the model's where nothing says it.
@@ -93,6 +94,7 @@ class Spec:
     required: Mapping[str, Any] = field(default_factory=dict)
     unused: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ("rotary_emb.inv_freq",)
+    text_config: str | None = None
     prefix: str = ""
     norm: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0

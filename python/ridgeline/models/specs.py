@@ -6,6 +6,7 @@ To add one: a ``Spec`` here, and its rows in ``tests/test_models_families.py`` (
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ridgeline.models.spec import SameAs, Spec, all_sliding, every_nth_full, upper_sliding
@@ -121,6 +122,25 @@ GEMMA3 = Spec(
     qkv_bias="attention_bias",
     output_bias="attention_bias",
     scaled_embedding=True,
+)
+
+GEMMA3_WITH_VISION = replace(
+    GEMMA3,
+    model_type="gemma3",
+    weights={
+        module: tuple(f"language_model.{source}" for source in sources)
+        for module, sources in GEMMA3.weights.items()
+    },
+    unused=(
+        *GEMMA3.unused,
+        "boi_token_index",
+        "eoi_token_index",
+        "image_token_index",
+        "mm_tokens_per_image",
+        "vision_config",
+    ),
+    ignored=("vision_tower.", "multi_modal_projector."),
+    text_config="text_config",
 )
 
 PHI3 = Spec(
@@ -264,7 +284,19 @@ GPT_NEOX = Spec(
 
 SPECS = {
     spec.model_type: spec
-    for spec in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, PHI3, GPT2, OPT, GPT_NEOX)
+    for spec in (
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA2,
+        GEMMA3,
+        GEMMA3_WITH_VISION,
+        PHI3,
+        GPT2,
+        OPT,
+        GPT_NEOX,
+    )
 }
 
 

@@ -141,7 +141,8 @@ class Checkpoint:
     @staticmethod
     def _may_be_left_over(name: str, config: ModelConfig) -> bool:
         tied_head = config.tied_embeddings and name == config.spec.weights["head"][0] + ".weight"
-        return tied_head or name.endswith(config.spec.ignored)
+        ignored = config.spec.ignored
+        return tied_head or name.startswith(ignored) or name.endswith(ignored)
 
 
 def _open(path: Path, device: torch.device) -> Any:
