@@ -98,6 +98,21 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True,
         "vocab_size": 200064,
     },
+    "glm-4-9b-chat-hf": _COMMON | {
+        "architectures": ["GlmForCausalLM"], "attention_bias": True, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 13696,
+        "max_position_embeddings": 131072, "model_type": "glm", "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-07,
+        "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 151552,
+    },
+    "GLM-4-9B-0414": _COMMON | {
+        "architectures": ["Glm4ForCausalLM"], "attention_bias": True, "head_dim": 128,
+        "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 13696,
+        "max_position_embeddings": 32768, "model_type": "glm4", "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 2, "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "vocab_size": 151552,
+    },
     "gpt2": {
         "activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"],
         "attn_pdrop": 0.1, "bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256,

@@ -104,6 +104,8 @@ CASES = [
         rope_parameters=rope("longrope", partial_rotary_factor=0.75, factor=4.0,
                              short_factor=SHORT_FACTORS, long_factor=LONG_FACTORS),
     ),
+    case("half a head rotated, neighbours as pairs", "glm", head_dim=32),
+    case("norms on both sides", "glm4", head_dim=32),
     case("learned positions, transposed weights", "gpt2"),
     case("attention scaled by depth, an odd MLP", "gpt2",
          scale_attn_by_inverse_layer_idx=True, n_inner=96),

@@ -155,6 +155,30 @@ PHI3 = Spec(
     windows=all_sliding,
 )
 
+GLM = Spec(
+    model_type="glm",
+    weights=_LLAMA_WEIGHTS | {"layers.{i}.up": (_LAYER + "mlp.gate_up_proj",)},
+    defaults={
+        "attention_bias": True,
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5,
+        "rms_norm_eps": 1.5625e-7,
+    },
+    qkv_bias="attention_bias",
+    interleaved_rope=True,
+)
+
+GLM4 = replace(
+    GLM,
+    model_type="glm4",
+    weights={
+        **GLM.weights,
+        "layers.{i}.post_attention_norm": (_LAYER + "post_self_attn_layernorm",),
+        "layers.{i}.post_mlp_norm": (_LAYER + "post_mlp_layernorm",),
+    },
+)
+
 _GPT2_LAYER = "transformer.h.{i}."
 GPT2 = Spec(
     model_type="gpt2",
@@ -293,6 +317,8 @@ SPECS = {
         GEMMA3,
         GEMMA3_WITH_VISION,
         PHI3,
+        GLM,
+        GLM4,
         GPT2,
         OPT,
         GPT_NEOX,
