@@ -202,9 +202,25 @@ def test_published_files_are_read(name: str):
     values = PUBLISHED[name]
     config = ModelConfig.from_dict(values)
     theirs = AutoConfig.for_model(**values).get_text_config()
+    heads = theirs.num_attention_heads
     assert config.hidden_size == theirs.hidden_size
     assert config.num_layers == theirs.num_hidden_layers
+    assert config.num_kv_heads == getattr(theirs, "num_key_value_heads", heads)
+    assert config.head_dim == (getattr(theirs, "head_dim", None) or theirs.hidden_size // heads)
+    assert config.max_position == theirs.max_position_embeddings
     assert config.tied_embeddings == theirs.tie_word_embeddings
+    ropes = getattr(theirs, "rope_parameters", None)
+    for i, layer in enumerate(config.layers):
+        if layer.rope is None:
+            assert ropes is None
+            continue
+        given = ropes if "rope_theta" in ropes else ropes[theirs.layer_types[i]]
+        assert layer.rope.theta == given["rope_theta"]
+        assert layer.rope.kind == given["rope_type"]
+        assert layer.rope.dim == int(config.head_dim * given.get("partial_rotary_factor", 1))
+    sliding = [kind == "sliding_attention" for kind in getattr(theirs, "layer_types", None) or []]
+    if sliding:
+        assert [window is not None for window in windows(config)] == sliding
 
 
 # ---- Refusals ----------------------------------------------------------------------------------

@@ -119,9 +119,12 @@ class Decoder:
     ) -> Tensor:
         config, tokens = self.config, qkv.shape[0]
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        q, k, v = qkv.view(tokens, heads + 2 * kv_heads, dim).split((heads, kv_heads, kv_heads), 1)
+        qkv = qkv.view(tokens, heads + 2 * kv_heads, dim)
+        q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
         if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = layer.q_norm(q.contiguous()), layer.k_norm(k.contiguous())
+            # A norm takes rows at one stride, which q and k alone are not. Both norms over all
+            # heads are two launches; copying q and k first would be four.
+            q, k = layer.q_norm(qkv)[:, :heads], layer.k_norm(qkv)[:, heads:-kv_heads]
         blocks = cache.k[index], cache.v[index]
         scales = cache.k_scale[index], cache.v_scale[index]
         if layer.cos_sin is None:
