@@ -119,12 +119,13 @@ def test_yarn_makes_room_beyond_max_position_embeddings():
             {
                 "partial_rotary_factor": 0.5,
                 "original_max_position_embeddings": 32,
-                "rope_scaling": {"type": "su", "short_factor": FACTORS, "long_factor": FACTORS},
+                "rope_scaling": {"type": "su", "short_factor": FACTORS[:4],
+                                 "long_factor": FACTORS[:4]},
             },
             {
                 "rope_parameters": rope(
-                    "longrope", partial_rotary_factor=0.5, short_factor=FACTORS,
-                    long_factor=FACTORS, original_max_position_embeddings=32,
+                    "longrope", partial_rotary_factor=0.5, short_factor=FACTORS[:4],
+                    long_factor=FACTORS[:4], original_max_position_embeddings=32,
                 ),
             },
             id="phi3",
@@ -248,6 +249,23 @@ def test_published_files_are_read(name: str):
         ("llama", {"rope_scaling": {"type": "mrope"}}, "rope_type must be one of default, .*'mr"),
         ("llama", {"rope_scaling": rope("yarn", factor=2, beta=1)}, "not understood: beta; under"),
         ("llama", {"rope_scaling": rope("longrope")}, "needs short_factor, long_factor, got"),
+        (
+            "llama",
+            {"rope_scaling": rope("longrope", short_factor=[1.0] * 8, long_factor=[1.0])},
+            "long_factor must have a number for each of 8 frequencies, got 1",
+        ),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5"),
+        (
+            "llama",
+            {"rope_parameters": rope("linear", factor=2, partial_rotary_factor=0.5)},
+            "not understood: partial_rotary_factor",
+        ),
+        ("llama", {"rope_parameters": [1]}, r"rope_parameters must be a JSON object, got \[1\]"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": rope("default"), "chunked_attention": {}}},
+            "must be for full_attention and sliding_attention, got .*chunked",
+        ),
         ("mixtral", {}, r"supported architectures \(llama, mistral.*\), got 'mixtral'"),
     ],
 )
@@ -261,14 +279,6 @@ def test_what_is_not_understood_is_refused(model_type: str, keys: dict[str, Any]
     ModelConfig.from_dict({"model_type": "llama"} | SHAPE | {"later": None, "off": False})
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_dict({"model_type": model_type} | shape | keys)
-
-
-def test_longrope_needs_a_factor_for_each_frequency():
-    scaling = rope("longrope", short_factor=[1.0], long_factor=[1.0])
-    settings = read("llama", rope_scaling=scaling).layers[0].rope
-    assert settings is not None
-    with pytest.raises(ValueError, match="a factor for each of 8 frequencies, got 1"):
-        inverse_frequencies(settings, 64)
 
 
 # ---- Weights -----------------------------------------------------------------------------------

@@ -26,7 +26,8 @@ _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "longrope": (("short_factor", "long_factor", "factor", _ORIGINAL), ("attention_factor",)),
 }
 _ALIASES = {"su": "longrope"}  # its first name
-_ALWAYS = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
+_ALWAYS = ("rope_type", "type", "rope_theta")
+_PARTIAL = "partial_rotary_factor"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -55,30 +56,40 @@ def read_ropes(
     Newer files hold everything in ``rope_parameters``, for all layers or for each type; older ones
     split it in several keys.
     """
-    given, older = values.get("rope_parameters"), values.get("rope_scaling")
-    given = older or given or {}
+    newer, older = values.get("rope_parameters"), values.get("rope_scaling")
+    given = older or newer or {}
+    if not isinstance(given, Mapping):
+        raise ValueError(f"rope_parameters must be a JSON object, got {given!r}")
     by_type = not set(given).isdisjoint(LAYER_TYPES)
+    if by_type and not set(given) <= set(LAYER_TYPES):
+        raise ValueError(
+            f"rope_parameters must be for {' and '.join(LAYER_TYPES)}, got {', '.join(given)}"
+        )
     theta, local_theta = values.get("rope_theta", 10000.0), values.own("rope_local_base_freq")
-    original = values.get(_ORIGINAL)
-    partial = values.get("partial_rotary_factor", 1.0)
+    original, partial = values.get(_ORIGINAL), values.own(_PARTIAL)
 
     def read(scaling: Mapping[str, Any], theta: float) -> RopeConfig:
-        scaling = {key: value for key, value in scaling.items() if value is not None}
-        kind, numbers = _scaling(scaling, max_position, original)
-        return RopeConfig(
-            dim=int(head_dim * scaling.get("partial_rotary_factor", partial)),
-            theta=float(scaling.get("rope_theta", theta)),
-            kind=kind,
-            scaling=numbers,
-            interleaved=interleaved,
-        )
+        numbers = {key: value for key, value in scaling.items() if value is not None}
+        # Only architectures that declare it rotate part of a head: others turn all of it.
+        part = 1.0 if partial is None else numbers.pop(_PARTIAL, partial)
+        kind, numbers = _scaling(numbers, max_position, original)
+        dim = int(head_dim * part)
+        for key in ("short_factor", "long_factor"):
+            if key in numbers and len(numbers[key]) != dim // 2:
+                raise ValueError(
+                    f"{key} must have a number for each of {dim // 2} frequencies, "
+                    f"got {len(numbers[key])}"
+                )
+        theta = float(scaling.get("rope_theta", theta))
+        return RopeConfig(dim, theta, kind, numbers, interleaved)
 
-    full = read(given.get("full_attention", {}) if by_type else given, theta)
-    if by_type:
-        local = given.get("sliding_attention", {})
-        sliding = read(local, theta if local_theta is None else local_theta)
-    else:
+    if not by_type:
+        full = read(given, theta)
         sliding = full if local_theta is None else read({}, local_theta)
+    else:
+        full = read(given.get("full_attention") or {}, theta)
+        local = given.get("sliding_attention") or {}
+        sliding = read(local, theta if local_theta is None else local_theta)
     return {"full_attention": full, "sliding_attention": sliding}
 
 
@@ -137,11 +148,6 @@ def inverse_frequencies(rope: RopeConfig, max_position: int) -> Tensor:
     if rope.kind == "longrope":
         long = max_position > scaling[_ORIGINAL]
         factors = torch.tensor(scaling["long_factor" if long else "short_factor"])
-        if factors.shape != frequencies.shape:
-            raise ValueError(
-                f"rope_type 'longrope' needs a factor for each of {len(frequencies)} frequencies, "
-                f"got {len(factors)}"
-            )
         return 1.0 / (factors * rope.theta**exponent)
     return frequencies
 

@@ -67,8 +67,9 @@ class Spec:
             ``positions`` (learned, instead of rotary), ``q_norm`` and ``k_norm``,
             ``post_attention_norm`` and ``post_mlp_norm``.
         names: the decoder's name of a configuration value -> its key, where they differ.
-        defaults: the values of keys that a configuration may leave out, as transformers has them,
-            and all keys that only some architectures have.
+        defaults: the values of keys that a configuration may leave out, as transformers has them.
+            What only some architectures have (a score's cap, part of a head rotated) is read if
+            its key is here.
         required: configuration values that the decoder assumes.
         unused: keys that say nothing to transformers either.
         ignored: beginnings and ends of checkpoint names that hold nothing to load.
@@ -77,8 +78,8 @@ class Spec:
         norm, norm_offset: the kind of norm, and what is added to its weight.
         inner_multiple: the MLP's width as a multiple of the model's where nothing says it.
         gated: the MLP's first product is a gate and a factor.
-        parallel: attention and MLP both read the layer's input.
-        qkv_bias, output_bias, mlp_bias, parallel: an answer, or the key that has it.
+        parallel: attention and MLP both read the layer's input; or the key that says so.
+        qkv_bias, output_bias, mlp_bias: whether there are biases, or the key that says so.
         windows: the attention window of each layer, from the configuration.
         scaled_embedding: embeddings are multiplied by the root of ``hidden_size``.
         interleaved_rope: rotated pairs are neighbours.

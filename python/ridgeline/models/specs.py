@@ -150,7 +150,7 @@ PHI3 = Spec(
         "layers.{i}.qkv": (_LAYER + "self_attn.qkv_proj",),
         "layers.{i}.up": (_LAYER + "mlp.gate_up_proj",),
     },
-    defaults={"rms_norm_eps": 1e-5, "sliding_window": None},
+    defaults={"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "sliding_window": None},
     required={"full_attn_mod": 1, "interpolate_factor": 1},
     windows=all_sliding,
 )
