@@ -23,31 +23,48 @@ __device__ float row_sum(Row& row, float* scratch, Fn fn) {
   return device::block_reduce<device::Sum>(device::sum_share(row, fn), scratch);
 }
 
-/// The largest of sign * x over the row, or NaN.
+/// The largest of sign * x over a piece, or NaN.
+template <class Piece>
+__device__ float piece_max(const Piece& piece, float sign) {
+  float best = device::MaxOrNaN::kIdentity;
+  for (const float value : device::floats(piece).data)
+    best = device::MaxOrNaN::combine(best, sign * value);
+  return best;
+}
+
+/// The same over the row.
 template <class Row>
 __device__ float row_max(Row& row, float* scratch, float sign) {
   float best = device::MaxOrNaN::kIdentity;
   row.visit([&](int, int, const auto& piece) {
-    for (const float value : device::floats(piece).data)
-      best = device::MaxOrNaN::combine(best, sign * value);
+    best = device::MaxOrNaN::combine(best, piece_max(piece, sign));
   });
   return device::block_reduce<device::MaxOrNaN>(best, scratch);
 }
 
-/// The lowest column that holds `best`, or NaN if `best` is NaN.
-template <class Row>
-__device__ int first_column_of(Row& row, float best, int* scratch) {
-  int first = device::MinIndex::kIdentity;
+/// The lowest column that holds the largest value, or the first NaN. A thread keeps the first piece
+/// that holds its own largest; threads that own the row's look into that piece once more (H200,
+/// bf16 8192 x 4096: 26.7 us where all looked through all).
+template <class T, class Row>
+__device__ int row_argmax(Row& row, const T* x, float* maxima, int* columns) {
+  float own = device::MaxOrNaN::kIdentity;
+  int own_column = 0;
   row.visit([&](int, int column, const auto& piece) {
-    const auto values = device::floats(piece);
-#pragma unroll
-    for (int j = 0; j < Row::kWidth; ++j) {
-      const float value = values.data[j];
-      const bool found = value == best || (value != value && best != best);
-      first = min(first, found ? column + j : device::MinIndex::kIdentity);
-    }
+    const float value = piece_max(piece, 1.0f);
+    const bool better = value > own || (value != value && own == own);
+    own = better ? value : own;
+    own_column = better ? column : own_column;
   });
-  return device::block_reduce<device::MinIndex>(first, scratch);
+  const float best = device::block_reduce<device::MaxOrNaN>(own, maxima);
+  const auto is_best = [best](float v) { return v == best || (v != v && best != best); };
+  int first = device::MinIndex::kIdentity;
+  if (is_best(own)) {
+    const auto values = device::floats(device::load_vec<Row::kWidth>(x + own_column));
+#pragma unroll
+    for (int j = Row::kWidth - 1; j >= 0; --j)
+      if (is_best(values.data[j])) first = own_column + j;
+  }
+  return device::block_reduce<device::MinIndex>(first, columns);
 }
 
 template <bool kFast, class Row>
@@ -83,7 +100,7 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     case Op::kMin: result = -row_max(row, maxima, -1.0f); break;
     case Op::kLogSumExp: result = log_sum_exp<sizeof(T) == 2>(row, maxima, sums); break;
     case Op::kArgmax: {
-      const int column = first_column_of(row, row_max(row, maxima, 1.0f), columns);
+      const int column = row_argmax(row, x, maxima, columns);
       if (threadIdx.x == 0) static_cast<std::int64_t*>(params.y)[index] = column;
       return;
     }
