@@ -45,7 +45,7 @@ struct LayerNormParams {
   std::int64_t stride_x_row;  // elements
   const void* weight;         // [cols]
   const void* bias;           // [cols], or null
-  void* y;                    // [rows, cols] contiguous
+  void* y;                    // [rows, cols] contiguous; not x
   bool weights_ready;         // no kernel of the stream still writes weight or bias
 };
 

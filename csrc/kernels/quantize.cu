@@ -46,7 +46,7 @@ __device__ void store_codes(std::uint8_t* q, const device::Vec<T, kWidth>& piece
   device::Vec<float, kWidth> values = device::floats(piece);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) values.data[j] *= inverse;
-  device::store(q, device::encode(values, true));
+  device::store(q, device::encode<true>(values));
 }
 
 /// A piece of kPiece elements at `data`, of which `count` exist; the others are zeros. kVector: all
@@ -113,10 +113,9 @@ __global__ void __launch_bounds__(kGroupThreads)
   constexpr int kPiece = device::Vec<T>::kSize;
   constexpr int kLanes = kExtent / kPiece;
   constexpr int kGroupsABlock = kGroupThreads / kLanes;
-  const int across = ceil_div(params.cols, kExtent);
-  const std::int64_t groups = params.rows * across;
-  const std::int64_t first =
-      static_cast<std::int64_t>(blockIdx.x) * (kGroupsABlock * kGroupsEach) + threadIdx.x / kLanes;
+  const unsigned across = ceil_div(params.cols, kExtent);
+  const unsigned groups = static_cast<unsigned>(params.rows) * across;
+  const unsigned first = blockIdx.x * (kGroupsABlock * kGroupsEach) + threadIdx.x / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
 
   ptx::launch_dependents();
@@ -126,9 +125,9 @@ __global__ void __launch_bounds__(kGroupThreads)
   int columns[kGroupsEach], counts[kGroupsEach];
 #pragma unroll
   for (int i = 0; i < kGroupsEach; ++i) {
-    const std::int64_t group = first + i * kGroupsABlock;
+    const unsigned group = first + i * kGroupsABlock;  // divided in 32 bits
     rows[i] = group / across;
-    columns[i] = static_cast<int>(group - rows[i] * across) * kExtent + lane * kPiece;
+    columns[i] = static_cast<int>(group % across) * kExtent + lane * kPiece;
     counts[i] = group < groups ? params.cols - columns[i] : 0;
     pieces[i] = load_some<kVector, kPiece>(
         static_cast<const T*>(params.x) + rows[i] * params.stride_x_row + columns[i], counts[i]);
@@ -137,7 +136,7 @@ __global__ void __launch_bounds__(kGroupThreads)
   for (int i = 0; i < kGroupsEach; ++i) {
     const float amax = device::warp_reduce<device::MaxOrNaN, kLanes>(magnitude(pieces[i]));
     const float scale = scale_of_amax(amax, DType::kFloat8E4M3);
-    const std::int64_t group = first + i * kGroupsABlock;
+    const unsigned group = first + i * kGroupsABlock;
     if (lane == 0 && group < groups) params.scale[group] = scale;
     auto* q = static_cast<std::uint8_t*>(params.q) + rows[i] * params.cols + columns[i];
     store_some<kVector>(q, pieces[i], counts[i], 1.0f / scale);
@@ -150,7 +149,7 @@ __global__ void __launch_bounds__(kGroupThreads)
 /// A scale of the whole tensor takes two passes after it was set to 0. The first raises it to the
 /// largest scale of a tile: the bits of non-negative floats, and of NaN above them, order as
 /// integers. The second encodes, taking 0 (all values are zero) for 1, and one block writes that 1:
-/// the others read either.
+/// the others read either. It goes backwards: what the first read last is still in L2.
 template <class T, bool kVector>
 __global__ void __launch_bounds__(kTileThreads)
     quantize_tiles_kernel(const __grid_constant__ TileLaunch launch) {
@@ -159,7 +158,8 @@ __global__ void __launch_bounds__(kTileThreads)
   constexpr int kAcross = kExtent / kPiece;
   constexpr int kEach = kExtent * kAcross / kTileThreads;
   const QuantizeParams& params = launch.params;
-  const std::int64_t tile = blockIdx.x;
+  const std::int64_t tile =
+      launch.pass == Pass::kTensorCodes ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int tiles_across = ceil_div(params.cols, kExtent);
   const int column = static_cast<int>(tile % tiles_across) * kExtent +
                      static_cast<int>(threadIdx.x) % kAcross * kPiece;
@@ -237,9 +237,9 @@ template <class T>
 void quantize_groups(const QuantizeParams& params, bool vectors, Stream stream) {
   constexpr int kLanes = kExtent / device::Vec<T>::kSize;
   constexpr int kGroupsABlock = kGroupThreads / kLanes * kGroupsEach;
-  const std::int64_t groups = params.rows * ceil_div(params.cols, kExtent);
-  const std::int64_t blocks = ceil_div<std::int64_t>(groups, kGroupsABlock);
-  const std::int32_t grid = checked_int32(blocks, "x: blocks");
+  const std::int32_t groups =
+      checked_int32(params.rows * ceil_div(params.cols, kExtent), "x: groups");
+  const auto grid = static_cast<int>(ceil_div<std::int64_t>(groups, kGroupsABlock));
   dispatch_bool(vectors, [&](auto vector) {
     device::launch_chained<quantize_groups_kernel<T, vector()>>(
         dim3(grid), dim3(kGroupThreads), 0, stream, params, "quantize_fp8");

@@ -1,4 +1,5 @@
 #include <cstdint>
+#include <type_traits>
 
 #include "common/quant_scale.h"
 #include "device/encode.cuh"
@@ -14,60 +15,88 @@ namespace {
 // ---- Constants ----------------------------------------------------------------------------------
 
 constexpr int kMaxWarps = 512 / device::kWarpSize;
+constexpr int kFewRows = 132;  // up to a row an SM latency is what costs, not registers
 
 // ---- Phases -------------------------------------------------------------------------------------
 
-/// The normalised values of one piece in fp32.
+/// piece * scale * (weight + offset) in fp32.
 template <class T, int kWidth>
-__device__ device::Vec<float, kWidth> normalised(const device::Vec<T, kWidth>& piece,
-                                                 const device::Vec<float, kWidth>& weight,
-                                                 float scale, float offset) {
+__device__ device::Vec<float, kWidth> weighted(const device::Vec<T, kWidth>& piece,
+                                               const device::Vec<float, kWidth>& weight,
+                                               float scale, float offset) {
   device::Vec<float, kWidth> values = device::floats(piece);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) values.data[j] *= scale * (weight.data[j] + offset);
   return values;
 }
 
-/// Writes the row as 8-bit codes, and its scale. `partial_maxima` holds one float a warp.
+/// 1 / sqrt(mean square + eps).
+__device__ float norm_scale(const RmsNormParams& params, float squares) {
+  return rsqrtf(squares / static_cast<float>(params.cols) + params.eps);
+}
+
+/// Writes the row as 8-bit codes, and its scale. The largest weighted value is found before the norm
+/// is known, in the same pass and reduction as the sum of squares: a positive factor of the whole
+/// row does not move it.
 template <class Row, class Weight>
 __device__ void store_codes(const RmsNormParams& params, Row& row, const Weight& weight,
-                            float scale, float* partial_maxima) {
+                            float2* partials) {
   const std::int64_t index = blockIdx.x;
-  float amax = 0.0f;
-  row.visit([&](int i, int column, const auto& piece) {
-    const auto values = normalised(piece, weight.at(i, column), scale, params.offset);
-    for (const float value : values.data) amax = device::MaxOrNaN::combine(amax, fabsf(value));
+  float2 share{};
+  row.visit_padded([&](int i, int column, const auto& piece, bool) {
+    float squares = 0.0f;
+    for (const float v : device::floats(piece).data) squares = fmaf(v, v, squares);
+    share.x += squares;
+    for (const float v : weighted(piece, weight.at(i, column), 1.0f, params.offset).data)
+      share.y = device::MaxOrNaN::combine(share.y, fabsf(v));
   });
-  amax = device::block_reduce<device::MaxOrNaN>(amax, partial_maxima);
-  const float y_scale = scale_of_amax(amax, params.y_dtype);
-  const float inverse = 1.0f / y_scale;
+  const auto [squares, amax] =
+      device::block_reduce_both<device::Sum, device::MaxOrNaN>(share, partials);
+  const float scale = norm_scale(params, squares);
+  const float y_scale = scale_of_amax(amax * scale, params.y_dtype);
+  const float factor = scale / y_scale;
   if (threadIdx.x == 0) params.y_scale[index] = y_scale;
   auto* codes = static_cast<std::uint8_t*>(params.y) + index * params.cols;
-  row.visit([&](int i, int column, const auto& piece) {
-    const auto values = normalised(piece, weight.at(i, column), scale * inverse, params.offset);
-    device::store(codes + column, device::encode(values, params.y_dtype == DType::kFloat8E4M3));
+  const auto store_as = [&](auto is_e4m3) {
+    row.visit([&](int i, int column, const auto& piece) {
+      const auto values = weighted(piece, weight.at(i, column), factor, params.offset);
+      device::store(codes + column, device::encode<is_e4m3()>(values));
+    });
+  };
+  if (params.y_dtype == DType::kFloat8E4M3) return store_as(std::true_type{});
+  store_as(std::false_type{});
+}
+
+/// Writes the normalised row.
+template <class T, class Row, class Weight>
+__device__ void store_row(const RmsNormParams& params, Row& row, const Weight& weight,
+                          float scale) {
+  T* y = static_cast<T*>(params.y) + static_cast<std::int64_t>(blockIdx.x) * params.cols;
+  row.visit_padded([&](int i, int column, const auto& piece, bool inside) {
+    const auto values = weighted(piece, weight.at(i, column), scale, params.offset);
+    device::store_inside(y + column, device::rounded<T>(values), inside);
   });
 }
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
-/// Row deals it. Shared memory: two floats a warp. The weight is read ahead of the wait only if the
+/// Row deals it. Shared memory: three floats a warp. The weight is read ahead of the wait only if the
 /// caller says that it is at rest; the row always after it.
 ///
 /// Bytes: the row in and out (in and out twice with a residual), the weight from L2. About six
 /// instructions an element: bandwidth.
-template <class T, class Row, bool kHasResidual>
+template <class T, class Row, bool kFloatWeight, bool kHasResidual>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     rmsnorm_kernel(const __grid_constant__ RmsNormParams params) {
-  __shared__ float partial_sums[kMaxWarps], partial_maxima[kMaxWarps];
+  __shared__ float2 partials[kMaxWarps];
+  __shared__ float partial_sums[kMaxWarps];
   const std::int64_t index = blockIdx.x;
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
 
   ptx::launch_dependents();
   Row row(x, params.cols);
-  const bool float_weight = params.weight_dtype == DType::kFloat32;
-  device::RowWeight<T, Row, true> weight(row, params.weight, float_weight);
+  device::RowWeight<T, Row, kFloatWeight, Row::kPieces <= 2> weight(row, params.weight);
   if (params.weights_ready) weight.load();
   ptx::wait_for_dependencies();
 
@@ -75,16 +104,10 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   if (!params.weights_ready) weight.load();
   if constexpr (kHasResidual)
     row.add_into(static_cast<T*>(params.residual) + index * params.stride_residual_row);
+  if (params.y_scale != nullptr) return store_codes(params, row, weight, partials);
   const float squares = device::sum_share(row, [](float v) { return v * v; });
-  const float sum = device::block_reduce<device::Sum>(squares, partial_sums);
-  const float scale = rsqrtf(sum / static_cast<float>(params.cols) + params.eps);
-  if (params.y_scale != nullptr) return store_codes(params, row, weight, scale, partial_maxima);
-
-  T* y = static_cast<T*>(params.y) + index * params.cols;
-  row.visit([&](int i, int column, const auto& piece) {
-    const auto values = normalised(piece, weight.at(i, column), scale, params.offset);
-    device::store(y + column, device::rounded<T>(values));
-  });
+  const float scale = norm_scale(params, device::block_reduce<device::Sum>(squares, partial_sums));
+  store_row<T>(params, row, weight, scale);
 }
 
 }  // namespace
@@ -103,14 +126,18 @@ void rmsnorm(const RmsNormParams& params, Stream stream) {
                           {x_bytes, residual_bytes, params.cols * element});
   const device::RowLayout layout{.cols = params.cols,
                                  .vectors = vectors,
-                                 .lines = device::all_aligned(128, {params.x}, {x_bytes})};
+                                 .lines = device::all_aligned(128, {params.x}, {x_bytes}),
+                                 .few = params.rows <= kFewRows};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    device::dispatch_row<T, false>(layout, [&](auto row_type, int threads) {
+    device::dispatch_row<T, false, true>(layout, [&](auto row_type, int threads) {
       using Row = typename decltype(row_type)::type;
       dispatch_bool(params.residual != nullptr, [&](auto has_residual) {
-        device::launch_chained<rmsnorm_kernel<T, Row, has_residual()>>(
-            dim3(rows), dim3(threads), 0, stream, params, "rmsnorm");
+        dispatch_bool(params.weight_dtype == DType::kFloat32, [&](auto is_float) {
+          constexpr bool kFloatWeight = is_float() || sizeof(T) == sizeof(float);
+          device::launch_chained<rmsnorm_kernel<T, Row, kFloatWeight, has_residual()>>(
+              dim3(rows), dim3(threads), 0, stream, params, "rmsnorm");
+        });
       });
     });
   });
