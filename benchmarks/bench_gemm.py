@@ -18,7 +18,7 @@ SHAPES = [
     (4096, 6144), (4096, 4096), (4096, 28672), (14336, 4096), (8192, 8192), (8192, 57344),
     (28672, 8192), (5120, 13824), (3584, 18944),
 ]  # fmt: skip
-ROWS = [1, 2, 4, 8, 16, 32, 64, 4096]
+ROWS = [1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 4096]
 GROUP = 128
 
 
@@ -145,13 +145,15 @@ def fp8(layer: Layer) -> None:
     )  # fmt: skip
     if layer.bench.device == "cpu":
         return
-    layer.measure(
-        "fp8_linear", "scaled_mm", make_w8a8,
-        lambda x, w, s, xs: torch._scaled_mm(
-            x, w.t(), scale_a=xs[:, None], scale_b=s[None, :], out_dtype=torch.bfloat16
-        ),
-        like=like, x="fp8",
-    )  # fmt: skip
+    for fast, impl in ((False, "scaled_mm"), (True, "scaled_mm_fast_accum")):
+        layer.measure(
+            "fp8_linear", impl, make_w8a8,
+            lambda x, w, s, xs, fast=fast: torch._scaled_mm(
+                x, w.t(), scale_a=xs[:, None], scale_b=s[None, :], out_dtype=torch.bfloat16,
+                use_fast_accum=fast,
+            ),
+            like=like, x="fp8",
+        )  # fmt: skip
 
 
 def main() -> None:

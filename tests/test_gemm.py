@@ -187,8 +187,11 @@ def plan(
     activation: str = "none",
     library: bool = True,
     invariant: bool = False,
+    hopper: bool = False,
 ) -> dict[str, str]:
-    text = torch.ops.ridgeline.gemm_plan(M, N, K, dtype, format, activation, library, invariant)
+    text = torch.ops.ridgeline.gemm_plan(
+        M, N, K, dtype, format, activation, library, invariant, hopper
+    )
     path, *fields = text.split()
     return {"path": path, **dict(field.split("=") for field in fields)}  # fmt: skip
 
@@ -206,6 +209,11 @@ def plan(
         (65, {"format": "int4"}, "tile"),
         (1, {"dtype": "float32"}, "library"),
         (1, {"dtype": "float32", "invariant": True}, "simple"),
+        (65, {"hopper": True}, "library"),
+        (65, {"hopper": True, "format": "int4"}, "expand"),
+        (65, {"hopper": True, "format": "fp8"}, "expand"),
+        (65, {"hopper": True, "format": "fp8_fp8"}, "fp8"),
+        (65, {"hopper": True, "format": "fp8_fp8", "invariant": True}, "tile"),
     ],
 )
 def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:

@@ -277,13 +277,14 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_sc
   return y;
 }
 
-/// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" or "fp8"; rows are
-/// taken to be aligned.
+/// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" or
+/// "fp8", or "fp8_fp8" for x of fp8 too; rows are taken to be aligned.
 inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                              const std::string& dtype, const std::string& format,
-                             const std::string& activation, bool library, bool batch_invariant) {
-  check(format == "dense" || format == "int4" || format == "fp8",
-        "format: expected 'dense', 'int4' or 'fp8', got '", format, "'");
+                             const std::string& activation, bool library, bool batch_invariant,
+                             bool hopper) {
+  check(format == "dense" || format == "int4" || format == "fp8" || format == "fp8_fp8",
+        "format: expected 'dense', 'int4', 'fp8' or 'fp8_fp8', got '", format, "'");
   const gemm_config::Shape shape{.M = M,
                                  .N = checked_int32(N, "N"),
                                  .K = checked_int32(K, "K"),
@@ -292,7 +293,10 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                            : format == "int4" ? WeightFormat::kInt4
                                                               : WeightFormat::kFp8,
                                  .activation = activation_of(activation),
+                                 .hopper = hopper,
                                  .weight_aligned = true,
+                                 .whole_vectors = true,
+                                 .fp8_x = format == "fp8_fp8",
                                  .library = library,
                                  .batch_invariant = batch_invariant};
   return gemm_config::choose(shape).to_text();

@@ -66,7 +66,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "bool batch_invariant, bool weights_ready) -> Tensor");
   m.def(
       "gemm_plan(int M, int N, int K, str dtype, str format, str activation, bool library, "
-      "bool batch_invariant) -> str");
+      "bool batch_invariant, bool hopper) -> str");
 
   m.def(
       "rope(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");

@@ -4,6 +4,7 @@
 
 #include "common/types.h"
 #include "device/ptx/convert.cuh"
+#include "device/ptx/logic.cuh"
 #include "device/vec.cuh"
 
 namespace ridgeline::device {
@@ -31,6 +32,31 @@ __device__ __forceinline__ Vec<T> dequantise8(uint2 raw, DType dtype, float scal
     for (int i = 0; i < 4; ++i) out.data[4 * w + i] = from_float<T>(values[i] * scale);
   }
   return out;
+}
+
+/// Four e4m3 or int8 values, exactly, as two pairs of fp16: bytes 0 and 1, 2 and 3; or, apart by two,
+/// 0 and 2, 1 and 3.
+template <DType kType, bool kApart>
+__device__ __forceinline__ void expand_halves(std::uint32_t word, std::uint32_t (&out)[2]) {
+  if constexpr (kType == DType::kFloat8E4M3) {
+    if (kApart) word = __byte_perm(word, 0, 0x3120);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const __half2 pair = ptx::e4m3x2_to_half2(static_cast<std::uint16_t>(word >> (16 * i)));
+      out[i] = *reinterpret_cast<const std::uint32_t*>(&pair);
+    }
+  } else {
+    static_assert(kType == DType::kInt8);
+    word ^= 0x80808080u;  // value + 128, which becomes the mantissa of 1024 + value + 128
+    const __half2 bias = __float2half2_rn(1152.0f);
+    constexpr std::uint32_t kOrder[2] = {kApart ? 0x4240 : 0x4140, kApart ? 0x4341 : 0x4342};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const std::uint32_t bits = __byte_perm(word, 0x64646464u, kOrder[i]);
+      const __half2 pair = __hsub2(*reinterpret_cast<const __half2*>(&bits), bias);
+      out[i] = *reinterpret_cast<const std::uint32_t*>(&pair);
+    }
+  }
 }
 
 /// One such value as float.
@@ -66,12 +92,19 @@ __device__ __forceinline__ Pair<T> int4_zero(std::uint32_t zero) {
   return as_pair<T>((kIntegerBase<T> | zero) * 0x10001u);
 }
 
+/// Nibbles i and i + 4 of `word` as q - zero, exactly.
+template <class T>
+__device__ __forceinline__ std::uint32_t expand_int4(std::uint32_t word, int i, Pair<T> zero) {
+  const std::uint32_t biased =
+      ptx::or_masked(word >> (4 * i), 0x000f000fu, kIntegerBase<T> * 0x10001u);
+  return as_bits(__hsub2(as_pair<T>(biased), zero));
+}
+
 /// Nibbles i and i + 4 of `word` as (q - zero) * scale: exact difference, one rounding.
 template <class T>
 __device__ __forceinline__ std::uint32_t expand_int4(std::uint32_t word, int i, Pair<T> zero,
                                                      Pair<T> scale) {
-  const std::uint32_t biased = ((word >> (4 * i)) & 0x000f000fu) | kIntegerBase<T> * 0x10001u;
-  return as_bits(__hmul2(__hsub2(as_pair<T>(biased), zero), scale));
+  return as_bits(__hmul2(as_pair<T>(expand_int4<T>(word, i, zero)), scale));
 }
 
 /// Four e4m3 values as two pairs of T, exactly: exponent and mantissa move to their place in T, and
@@ -93,6 +126,24 @@ __device__ __forceinline__ void expand_e4m3(std::uint32_t word, std::uint32_t (&
     for (int i = 0; i < 4; ++i)
       if (((word >> (8 * i)) & 0x7fu) == 0x7fu) out[i / 2] |= 0x7fffu << (16 * (i % 2));
   }
+}
+
+/// Two e4m3 values as a pair of T by conversions, which compute 8.9 has in hardware.
+template <class T>
+__device__ __forceinline__ std::uint32_t convert_e4m3_pair(std::uint16_t raw) {
+  const __half2 pair = ptx::e4m3x2_to_half2(raw);
+  if constexpr (std::is_same_v<T, __half>) {
+    return as_bits(pair);
+  } else {
+    return as_bits(__float22bfloat162_rn(__half22float2(pair)));
+  }
+}
+
+/// Four of them.
+template <class T>
+__device__ __forceinline__ void convert_e4m3(std::uint32_t word, std::uint32_t (&out)[2]) {
+  out[0] = convert_e4m3_pair<T>(static_cast<std::uint16_t>(word));
+  out[1] = convert_e4m3_pair<T>(static_cast<std::uint16_t>(word >> 16));
 }
 
 /// A pair times a float32 factor, rounded once.

@@ -1,6 +1,7 @@
 #include "kernels/gemm.h"
 
 #include "common/launch_trace.h"
+#include "device/properties.cuh"
 #include "kernels/gemm_launch.cuh"
 
 /// The way of one product: prepare x if the kernel cannot take it as it is, multiply, finish what
@@ -28,6 +29,16 @@ bool weight_aligned(const GemmParams& p) {
          p.K * element % kVectorBytes == 0;
 }
 
+/// Whether the copy engine can reach the scales, and vectors of four y and the residual.
+bool has_whole_vectors(const GemmParams& p) {
+  const bool int4 = p.weight.format == WeightFormat::kInt4;
+  const std::int64_t columns = !int4 ? 1 : p.weight.zeros ? 16 : 8;
+  const bool scales = !int4 || (is_aligned(p.weight.scales, 0) && is_aligned(p.weight.zeros, 0));
+  const bool residual = reinterpret_cast<std::uintptr_t>(p.residual) % 8 == 0 &&
+                        (p.residual == nullptr || p.M <= 1 || p.stride_residual % 4 == 0);
+  return p.N % columns == 0 && p.out_cols() % 8 == 0 && scales && residual && is_aligned(p.y, 0);
+}
+
 /// Whether rows do not overlap, as cuBLASLt's layouts demand; those of an expanded tensor do.
 bool rows_are_apart(std::int64_t rows, std::int64_t stride, std::int64_t cols) {
   return rows <= 1 || stride >= cols;
@@ -48,10 +59,11 @@ struct Plan {
 };
 
 bool must_prepare(const GemmParams& p, const Config& config) {
-  if (p.x.norm_weight || p.x.perm || p.x.dtype != p.dtype) return true;
+  const bool as_is = p.x.dtype == p.dtype || config.path == Path::kFp8;
+  if (p.x.norm_weight || p.x.perm || !as_is) return true;
   if (config.path == Path::kSimple) return false;
   if (config.path == Path::kLibrary) return !rows_are_apart(p.M, p.x.stride_row, p.K);
-  const auto element = static_cast<std::int64_t>(size_of(p.dtype));
+  const auto element = static_cast<std::int64_t>(size_of(p.x.dtype));
   const std::int64_t stride = p.M > 1 ? p.x.stride_row : 0;
   return !is_aligned(p.x.data, stride * element) || p.K * element % kVectorBytes != 0;
 }
@@ -75,7 +87,13 @@ Plan plan_of(const GemmParams& p) {
                     .dtype = p.dtype,
                     .format = p.weight.format,
                     .activation = p.activation,
+                    .hopper = device::runs_sm90a(),
                     .weight_aligned = weight_aligned(p),
+                    .whole_vectors = has_whole_vectors(p),
+                    .fp8_x = p.x.dtype == DType::kFloat8E4M3 && !p.x.perm &&
+                             p.weight.format == WeightFormat::kFp8 &&
+                             p.weight.scale_layout != ScaleLayout::kBlock &&
+                             is_aligned(p.x.data, p.M > 1 ? p.x.stride_row : 0),
                     .library = library_takes(p),
                     .batch_invariant = p.batch_invariant};
   Plan plan{.config = gemm_config::choose(shape)};
@@ -145,6 +163,11 @@ void gemm(const GemmParams& params, Stream stream) {
     case Path::kTile:
       gemm_detail::launch_tile(p, plan.config, partials, stream);
       break;
+    case Path::kExpand:
+      gemm_detail::launch_expand(p, plan.config, partials, stream);
+      break;
+    case Path::kFp8:
+      return gemm_detail::launch_fp8(p, stream);
     case Path::kSimple:
       return multiply_simply(p, plan, workspace, stream);
     case Path::kLibrary:

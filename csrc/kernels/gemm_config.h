@@ -14,6 +14,7 @@ constexpr int kStripRows = 16;      // weight rows a warp multiplies at a time: 
 constexpr int kMaxSegments = 8;     // warps a block of the few-row kernel has
 constexpr int kStreamRows = 16;     // the few-row kernel's most rows: one m16 operand
 constexpr int kFewRows = 64;        // up to here own kernels beat the library's
+constexpr int kExpandSums = 256 * 128;  // of a tile of the expanding kernel
 constexpr int kTileCols = 128;      // weight rows a block of the tile kernel owns
 constexpr int kWarpsWanted = 1500;  // 11 an SM of 132: with 8 KB each in flight, the bus is full
 constexpr int kBlocksWanted =
@@ -22,6 +23,8 @@ constexpr int kBlocksWanted =
 enum class Path : std::uint8_t {
   kStream,   // up to 16 rows: each warp streams a strip of the weight
   kTile,     // shared-memory tiles
+  kExpand,   // Hopper, more rows: a weight of 4 or 8 bits is expanded between memory and wgmma
+  kFp8,      // Hopper, more rows, both operands e4m3
   kLibrary,  // cuBLASLt
   kSimple,   // any alignment, and float32 without the library
 };
@@ -33,7 +36,10 @@ struct Shape {
   DType dtype;
   WeightFormat format;
   Activation activation;
+  bool hopper;          // the copy engine and wgmma are there
   bool weight_aligned;  // 16-byte loads of weight rows are possible
+  bool whole_vectors;   // Hopper's kernels for many rows can reach scales, residual and y
+  bool fp8_x;           // x is e4m3 and the copy engine can reach it
   bool library;         // cuBLASLt can be opened
   bool batch_invariant;
 };
@@ -46,7 +52,8 @@ struct Config {
   bool fused;              // the epilogue is in the product's kernel
 
   std::string to_text() const {
-    constexpr const char* kNames[] = {"stream", "tile", "library", "simple"};
+    constexpr const char* kNames[] = {"stream", "tile",    "expand",
+                                      "fp8",    "library", "simple"};
     return std::string(kNames[static_cast<int>(path)]) + " segments=" + std::to_string(segments) +
            " split=" + std::to_string(split) + " tile_rows=" + std::to_string(tile_rows) +
            " fused=" + std::to_string(fused);
@@ -70,7 +77,45 @@ constexpr std::int32_t segments_of(const Shape& shape) {
   return segments;
 }
 
+/// Hopper's kernels for many rows. They have one order of K, but not that of the other kernels: not
+/// where bits may not depend on M.
+constexpr bool is_for_hopper_tiles(const Shape& shape) {
+  return shape.hopper && !shape.batch_invariant && shape.M > kFewRows && shape.K > 0 &&
+         shape.dtype != DType::kFloat32 && shape.format != WeightFormat::kDense &&
+         shape.weight_aligned && shape.whole_vectors && can_fuse(shape);
+}
+
+/// What the expanding kernel takes, in microseconds on an H200: a tile of 256 x 128 sums computes 64
+/// columns in 0.8, one of 128 x 256 in 0.88, and starts and ends in 4; sums of segments go to memory
+/// and back.
+constexpr double expand_time(const Shape& shape, std::int32_t rows, std::int32_t segments) {
+  const std::int64_t tiles =
+      ceil_div<std::int64_t>(shape.M, rows) * ceil_div(shape.N, kExpandSums / rows);
+  const std::int32_t steps = ceil_div(ceil_div(shape.K, kBlockCols), segments);
+  const double waves = static_cast<double>(ceil_div<std::int64_t>(tiles * segments, kBlocksWanted));
+  const double sums = static_cast<double>(shape.M) * shape.N;
+  const double step_time = rows == 256 ? 0.8 : 0.88;
+  return waves * (step_time * steps + 4.0) +
+         (segments > 1 ? 3.0 + sums * (8 * segments + 2) / 3e6 : 0.0);
+}
+
+/// Rows of x a tile of the expanding kernel has, and segments of K.
+constexpr void cut_for_expand(const Shape& shape, Config& config) {
+  double best = 0.0;
+  for (const std::int32_t rows : {256, 128})
+    for (std::int32_t segments = 1; segments <= kMaxSegments; segments *= 2) {
+      const double time = expand_time(shape, rows, segments);
+      if (best != 0.0 && time >= best) continue;
+      best = time;
+      config.tile_rows = rows;
+      config.segments = segments;
+    }
+  config.split = config.segments > 1;
+  config.fused = !config.split;
+}
+
 constexpr Path path_of(const Shape& shape) {
+  if (is_for_hopper_tiles(shape)) return shape.fp8_x ? Path::kFp8 : Path::kExpand;
   const bool dense = shape.format == WeightFormat::kDense;
   const bool may_call = dense && shape.library && !shape.batch_invariant;
   const bool full = shape.dtype == DType::kFloat32;
@@ -86,6 +131,7 @@ constexpr Config choose(const Shape& shape) {
     config.segments = segments_of(shape);
     config.fused = can_fuse(shape);
   }
+  if (config.path == Path::kExpand) cut_for_expand(shape, config);
   if (config.path == Path::kTile) {
     config.tile_rows = shape.M <= 64 ? 64 : 128;
     const std::int64_t tiles =

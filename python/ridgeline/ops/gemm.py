@@ -81,6 +81,8 @@ def int4_linear(
 ) -> Tensor:
     """:func:`linear` with a 4-bit weight, expanded in registers: ``weight.dequantize()`` exactly.
 
+    On Hopper, more than 64 rows run on wgmma with the weight as the operand in registers.
+
     Args:
         x: ``[..., K]``, the dtype of ``weight.scales`` (float16 or bfloat16; on the CPU float32
             too), or float8_e4m3fn with ``x_scale``, which is expanded exactly and multiplied in
@@ -89,7 +91,8 @@ def int4_linear(
         x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
         bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
             :func:`linear`. With activation order, or a norm, a kernel of its own prepares ``x``.
-            Every row count gives a row the same bits, with ``batch_invariant`` or without.
+            Row counts differ in their kernels on Hopper, so a row has the same bits in every batch
+            with ``batch_invariant`` alone.
 
     Returns:
         A new contiguous tensor, ``[..., N]`` (gated: ``[..., N / 2]``), dtype of the scales.
@@ -139,7 +142,10 @@ def fp8_linear(
 
     Args:
         x: ``[..., K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded to
-            that dtype, exactly; or float8_e4m3fn with ``x_scale``: both are expanded, exactly.
+            that dtype, exactly; or float8_e4m3fn with ``x_scale``: both are expanded, exactly, or,
+            on Hopper with more than 64 rows and a weight scale that is no block's, multiplied as
+            they are: the tensor cores keep 14 bits of a sum of 256 columns, which is added in
+            float32.
         weight: ``[N, K]``, float8_e4m3fn; last dimension contiguous.
         weight_scale: float32: one value, or ``[N]``, applied to the product in float32; or
             ``[ceil(N / 128), ceil(K / 128)]``, one a 128 x 128 block, applied to the expanded
@@ -147,7 +153,7 @@ def fp8_linear(
         x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
         out_dtype: of the output, for a float8 ``x``; None: bfloat16. Otherwise the dtype of ``x``.
         bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
-            :func:`linear`; no norm for a float8 ``x``. Every row count gives a row the same bits.
+            :func:`linear`; no norm for a float8 ``x``. Bits as in :func:`int4_linear`.
 
     Returns:
         A new contiguous tensor, ``[..., N]`` (gated: ``[..., N / 2]``).

@@ -1,0 +1,53 @@
+#pragma once
+#include "device/tensor_map.cuh"
+
+namespace ridgeline::device {
+
+/// A matrix as the copy engine sees it: rows of contiguous elements of 1, 2 or 4 bytes.
+struct MatrixView {
+  const void* data;
+  int element_bytes;
+  std::int64_t rows, cols;
+  std::int64_t stride;  // elements
+};
+
+/// What the copy engine asks of a matrix: 16-byte alignment of the address and of the stride.
+inline bool is_mappable(const MatrixView& view) {
+  return view.data != nullptr && reinterpret_cast<std::uintptr_t>(view.data) % 16 == 0 &&
+         view.rows > 0 && view.cols > 0 &&
+         (view.rows == 1 || (view.stride > 0 && view.stride * view.element_bytes % 16 == 0));
+}
+
+/// Boxes of `box_rows` x `box_cols`, read as zeros outside the matrix and not written there. In
+/// shared memory rows follow each other; if `swizzled`, those of 128 or 64 bytes carry the swizzle
+/// of their size. `promotion`: how many bytes L2 fetches at once. Requires: is_mappable(view), box
+/// sizes <= 256.
+inline CUtensorMap matrix_map(
+    const MatrixView& view, int box_rows, int box_cols, bool swizzled,
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+  const std::array<cuuint64_t, 2> sizes{static_cast<cuuint64_t>(view.cols),
+                                        static_cast<cuuint64_t>(view.rows)};
+  // A single row may come with any stride.
+  const std::int64_t stride = view.rows == 1 ? 16 : view.stride * view.element_bytes;
+  const std::array<cuuint64_t, 1> strides{static_cast<cuuint64_t>(stride)};
+  const std::array<cuuint32_t, 2> box{static_cast<cuuint32_t>(box_cols),
+                                      static_cast<cuuint32_t>(box_rows)};
+  const std::array<cuuint32_t, 2> steps{1, 1};
+  const CUtensorMapDataType types[] = {CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                                       CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                                       CU_TENSOR_MAP_DATA_TYPE_UINT32};
+  const CUtensorMapSwizzle swizzle = !swizzled ? CU_TENSOR_MAP_SWIZZLE_NONE
+                                     : box_cols * view.element_bytes == 128
+                                         ? CU_TENSOR_MAP_SWIZZLE_128B
+                                         : CU_TENSOR_MAP_SWIZZLE_64B;
+  CUtensorMap map;
+  const CUresult result = tensor_map_encoder()(
+      &map, types[view.element_bytes / 2], 2, const_cast<void*>(view.data), sizes.data(),
+      strides.data(), box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  check(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refused a matrix, code ",
+        static_cast<int>(result));
+  return map;
+}
+
+}  // namespace ridgeline::device

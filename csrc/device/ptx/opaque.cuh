@@ -1,0 +1,12 @@
+#pragma once
+
+namespace ridgeline::ptx {
+
+/// The same value, of which the compiler forgets where it came from: what is computed from it is
+/// computed here, and not kept in registers from far ahead.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+}  // namespace ridgeline::ptx

@@ -1,0 +1,384 @@
+#include <algorithm>
+
+#include "device/matrix_map.cuh"
+#include "device/properties.cuh"
+#include "device/ptx/wgmma_fp8.cuh"
+#include "kernels/gemm_launch.cuh"
+#include "kernels/gemm_sm90.cuh"
+
+namespace ridgeline::gemm_detail {
+namespace {
+
+using namespace gemm_sm90;
+
+// ---- Constants ----------------------------------------------------------------------------------
+
+constexpr int kRows = kConsumers * kWarpgroupRows;  // of x, a tile
+constexpr int kStepBytes = 32;                      // 32 columns, the depth of one wgmma
+constexpr int kSteps = kRowBytes / kStepBytes;
+
+/// kCols weight rows a tile. kPartCols of them are multiplied at a time and added to float32 sums
+/// every kAddEvery stages.
+template <class T_, int kCols_, int kPartCols_, int kStages_, int kAddEvery_>
+struct Tile {
+  using T = T_;
+  static constexpr int kCols = kCols_;
+  static constexpr int kPartCols = kPartCols_;
+  static constexpr int kParts = kCols / kPartCols;
+  static constexpr int kStages = kStages_;
+  static constexpr int kAddEvery = kAddEvery_;
+};
+
+struct Launch {
+  GemmParams gemm;
+  CUtensorMap x, weight, y;
+  Tiles tiles;
+  int steps;  // of 128 columns of K
+};
+
+// ---- Shared memory ------------------------------------------------------------------------------
+
+/// What the epilogue needs of a column.
+struct Column {
+  float scale, bias;
+};
+
+template <class Tile>
+struct Shared {
+  using T = typename Tile::T;
+
+  alignas(1024) std::uint8_t x[Tile::kStages][kRows][kRowBytes];
+  alignas(1024) std::uint8_t weight[Tile::kStages][2][Tile::kCols / 2][kRowBytes];
+  union {
+    alignas(1024) T out[kConsumers * 4][2][16][kOutColumns];  // two boxes a warp
+    Chunk chunks[kConsumers];
+  };
+  alignas(16) Column columns[Tile::kCols];
+  alignas(8) std::uint64_t full[Tile::kStages], free[Tile::kStages];
+  std::uint64_t columns_full, columns_free;
+};
+
+// ---- Producer -----------------------------------------------------------------------------------
+
+/// First weight row of a half of tile `n`: halves follow each other, or are gate and up.
+template <class Tile>
+__device__ __forceinline__ int weight_row(const GemmParams& p, int n, int half) {
+  constexpr int kHalf = Tile::kCols / 2;
+  return is_gated(p.activation) ? n * kHalf + half * (p.N / 2) : n * Tile::kCols + half * kHalf;
+}
+
+/// Calls fn(place) for each tile of this block.
+template <class Fn>
+__device__ __forceinline__ void for_each_tile(const Launch& launch, Fn&& fn) {
+  const int count = launch.tiles.along_m * launch.tiles.along_n;
+  for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x))
+    fn(place_of(launch.tiles, i));
+}
+
+template <class Tile>
+__device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared) {
+  const GemmParams& p = launch.gemm;
+  constexpr int kBytes = sizeof(shared.x[0]) + sizeof(shared.weight[0]);
+  Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
+  for_each_tile(launch, [&](const Place& place) {
+    for (int k = 0; k < launch.steps; ++k, ring.next()) {
+      const int s = ring.stage, column = k * kRowBytes;
+      ptx::mbarrier_wait(&shared.free[s], ring.parity);
+      ptx::mbarrier_expect(&shared.full[s], kBytes);
+      ptx::copy_matrix(shared.x[s], &launch.x, &shared.full[s], column, place.m * kRows);
+      for (int half = 0; half < 2; ++half)
+        ptx::copy_matrix(shared.weight[s][half], &launch.weight, &shared.full[s], column,
+                         weight_row<Tile>(p, place.n, half));
+    }
+  });
+}
+
+/// Scale and bias of each tile's columns, by one warp, while the tile is multiplied.
+template <class Tile>
+__device__ __forceinline__ void bring_columns(const Launch& launch, Shared<Tile>& shared) {
+  using T = typename Tile::T;
+  constexpr int kHalf = Tile::kCols / 2;
+  const GemmParams& p = launch.gemm;
+  const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
+  const auto* scales = static_cast<const float*>(p.weight.scales);
+  const bool per_row = p.weight.scale_layout == ScaleLayout::kRow;
+  int parity = 1;
+  for_each_tile(launch, [&](const Place& place) {
+    ptx::mbarrier_wait(&shared.columns_free, parity);
+    parity ^= 1;
+    for (int c = lane; c < Tile::kCols; c += device::kWarpSize) {
+      const int n = weight_row<Tile>(p, place.n, c / kHalf) + c % kHalf;
+      Column column{0.0f, 0.0f};
+      if (n < p.N) {
+        column.scale = scales[per_row ? n : 0];
+        if (p.bias) column.bias = device::to_float(static_cast<const T*>(p.bias)[n]);
+      }
+      shared.columns[c] = column;
+    }
+    __syncwarp();  // the columns are written
+    if (lane == 0) ptx::mbarrier_arrive(&shared.columns_full);
+  });
+}
+
+// ---- Consumer -----------------------------------------------------------------------------------
+
+template <class Tile>
+using Sums = float[Tile::kParts][Tile::kPartCols / 8][4];
+
+/// kCount stages: each part's products of all of them, which are then added to its sums.
+template <class Tile, int kCount>
+__device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
+                                                Sums<Tile>& sums, const Consumer& me) {
+  std::uint64_t x[kCount], weight[kCount];
+  int stages[kCount];
+#pragma unroll
+  for (int j = 0; j < kCount; ++j, ring.next()) {
+    stages[j] = ring.stage;
+    x[j] = ptx::swizzled_operand(shared.x[ring.stage][me.warpgroup * kWarpgroupRows], 16,
+                                 8 * kRowBytes);
+    weight[j] = ptx::swizzled_operand(shared.weight[ring.stage], 16, 8 * kRowBytes);
+    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+  }
+#pragma unroll
+  for (int part = 0; part < Tile::kParts; ++part) {
+    float products[Tile::kPartCols / 8][4];
+    constexpr int kPartBytes = Tile::kPartCols * kRowBytes;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int j = 0; j < kCount; ++j)
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i)
+        ptx::WgmmaFp8<Tile::kPartCols>::mma(products, x[j] + i * kStepBytes / 16,
+                                            weight[j] + (part * kPartBytes + i * kStepBytes) / 16,
+                                            j != 0 || i != 0);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    ptx::hold_registers(products);
+    if (part == Tile::kParts - 1 && me.thread == 0)
+#pragma unroll
+      for (int stage : stages) ptx::mbarrier_arrive(&shared.free[stage]);
+#pragma unroll
+    for (int i = 0; i < Tile::kPartCols / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[part][i][j] += products[i][j];
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
+                                              Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                              const Consumer& me) {
+#pragma unroll
+  for (auto& part : sums)
+#pragma unroll
+    for (auto& piece : part)
+#pragma unroll
+      for (float& sum : piece) sum = 0.0f;
+  int k = 0;
+  for (; k + Tile::kAddEvery <= launch.steps; k += Tile::kAddEvery)
+    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, me);
+  for (; k < launch.steps; ++k) multiply_stages<Tile, 1>(shared, ring, sums, me);
+}
+
+// ---- Epilogue -----------------------------------------------------------------------------------
+
+template <class = void>
+__device__ __forceinline__ void load_row_scales(const GemmParams& p, const Place& place,
+                                                const Consumer& me, float (&row_scale)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int m =
+        place.m * kRows + me.warpgroup * kWarpgroupRows + me.warp * 16 + me.quad + 8 * r;
+    row_scale[r] = p.x.scale && m < p.M ? p.x.scale[p.x.scale_per_row ? m : 0] : 1.0f;
+  }
+}
+
+/// Each warp's 16 rows through its own boxes, 64 columns at a time.
+template <class Tile>
+__device__ __forceinline__ void store_plain(const Launch& launch, Shared<Tile>& shared,
+                                            const Place& place, const Sums<Tile>& sums,
+                                            const float (&row_scale)[2], const Consumer& me) {
+  using T = typename Tile::T;
+  constexpr int kPieces = kOutColumns / 8, kPerPart = Tile::kPartCols / 8;
+  const int matrix = me.lane / 8, row = matrix % 2 * 8 + me.lane % 8;
+#pragma unroll
+  for (int box = 0; box < Tile::kCols / kOutColumns; ++box) {
+    auto& out = shared.out[me.warpgroup * 4 + me.warp][box % 2];
+    if (me.lane == 0) ptx::wait_stores_read<1>();
+    __syncwarp();  // the box's last store has been read
+#pragma unroll
+    for (int i = 0; i < kPieces; i += 2) {
+      std::uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int piece = box * kPieces + i + j;
+        const float4 columns = *reinterpret_cast<const float4*>(
+            &shared.columns[piece * 8 + me.in_quad * 2]);  // scale, bias, scale, bias
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float(&of)[4] = sums[piece / kPerPart][piece % kPerPart];
+          const float first = __fmul_rn(__fmul_rn(of[2 * r], row_scale[r]), columns.x);
+          const float second = __fmul_rn(__fmul_rn(of[2 * r + 1], row_scale[r]), columns.z);
+          packed[2 * j + r] =
+              pack<T>(__fadd_rn(first, columns.y), __fadd_rn(second, columns.w));
+        }
+      }
+      ptx::stmatrix(&out[row][((i + matrix / 2) ^ (row % 8)) * 8], packed);
+    }
+    ptx::fence_async_shared();
+    __syncwarp();  // the box is whole
+    if (me.lane == 0) {
+      ptx::store_matrix(&launch.y, out, place.n * Tile::kCols + box * kOutColumns,
+                        place.m * kRows + me.warpgroup * kWarpgroupRows + me.warp * 16);
+      ptx::commit_stores();
+    }
+  }
+}
+
+/// Chunk `index` of the sums, times the scales of their rows: 64 columns, or 32 gates and their up
+/// columns.
+template <class Tile>
+__device__ __forceinline__ void put_chunk(Chunk& chunk, const Sums<Tile>& sums, int index,
+                                          bool gated, const float (&row_scale)[2],
+                                          const Consumer& me) {
+  constexpr int kPieces = kChunk / 8, kPerPart = Tile::kPartCols / 8;
+#pragma unroll
+  for (int c = 0; c < Tile::kCols / kChunk; ++c) {
+    if (c != index) continue;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      // Of the tile's pieces of eight columns; the second half of a gated tile is up.
+      const int plain = c * kPieces + i;
+      constexpr int kUp = Tile::kCols / 16;
+      const int paired = c * kPieces / 2 + i % (kPieces / 2) + i / (kPieces / 2) * kUp;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        float2 pair;
+        pair.x = gated ? sums[paired / kPerPart][paired % kPerPart][2 * r]
+                       : sums[plain / kPerPart][plain % kPerPart][2 * r];
+        pair.y = gated ? sums[paired / kPerPart][paired % kPerPart][2 * r + 1]
+                       : sums[plain / kPerPart][plain % kPerPart][2 * r + 1];
+        pair.x = __fmul_rn(pair.x, row_scale[r]);
+        pair.y = __fmul_rn(pair.y, row_scale[r]);
+        *reinterpret_cast<float2*>(
+            chunk.at(me.warp * 16 + me.quad + 8 * r, i * 8 + me.in_quad * 2)) = pair;
+      }
+    }
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ void store_chunks(const Launch& launch, Shared<Tile>& shared,
+                                             const Place& place, const Sums<Tile>& sums,
+                                             const float (&row_scale)[2], const Consumer& me) {
+  using T = typename Tile::T;
+  const GemmParams& p = launch.gemm;
+  const bool gated = is_gated(p.activation);
+  constexpr int kChunks = Tile::kCols / kChunk;
+  const int columns = gated ? kChunk / 2 : kChunk;
+  Chunk& chunk = shared.chunks[me.warpgroup];
+#pragma unroll 1
+  for (int c = 0; c < kChunks; ++c) {
+    const Part part{.row = place.m * kRows + me.warpgroup * kWarpgroupRows,
+                    .column = (place.n * kChunks + c) * columns,
+                    .begin = 0,
+                    .end = kWarpgroupRows,
+                    .columns = columns,
+                    .up_rows = 0,
+                    .up_columns = kChunk / 2};
+    Columns of_thread;
+    of_thread.load<T>(p, part, me.thread);
+    me.meet();  // the chunk before is read
+    put_chunk<Tile>(chunk, sums, c, gated, row_scale, me);
+    me.meet();  // the chunk is whole
+    finish_chunk<T, false>(p, chunk, part, of_thread, me.thread);
+  }
+}
+
+// ---- Kernel -------------------------------------------------------------------------------------
+
+/// e4m3 times e4m3 on Hopper. Grid: as many blocks as SMs. A block owns a tile of 128 rows of x by
+/// kCols weight rows at a time; one thread brings 128 columns of K a stage by the copy engine, two
+/// warpgroups of 64 rows multiply. The tensor cores keep 14 bits of a sum: its parts of 128 columns
+/// are added in float32.
+/// Roofline: 2 M N K flops on the fp8 tensor cores.
+template <class Tile>
+__global__ void __launch_bounds__(kThreads, 1)
+    fp8_kernel(const __grid_constant__ Launch launch) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<Shared<Tile>*>(memory);
+  ptx::launch_dependents();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Tile::kStages; ++i) {
+      ptx::mbarrier_init(&shared.full[i], 1);
+      ptx::mbarrier_init(&shared.free[i], kConsumers);
+    }
+    ptx::mbarrier_init(&shared.columns_full, 1);
+    ptx::mbarrier_init(&shared.columns_free, kConsumers * 4);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();  // the barriers are made
+  ptx::wait_for_dependencies();
+
+  if (threadIdx.x < kWarpgroup) {
+    ptx::release_registers<kProducerRegisters>();
+    if (threadIdx.x == 0) produce<Tile>(launch, shared);
+    if (threadIdx.x / device::kWarpSize == 1 && is_plain(launch.gemm))
+      bring_columns<Tile>(launch, shared);
+  } else {
+    ptx::take_registers<kConsumerRegisters>();
+    const Consumer me(static_cast<int>(threadIdx.x));
+    Ring<Tile::kStages> ring;
+    int columns_parity = 0;
+    for_each_tile(launch, [&](const Place& place) {
+      float row_scale[2];
+      load_row_scales(launch.gemm, place, me, row_scale);
+      Sums<Tile> sums;
+      multiply_tile<Tile>(launch, shared, ring, sums, me);
+      // The epilogue's addresses are not kept in registers while the tensor cores work.
+      const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)));
+      if (is_plain(launch.gemm)) {
+        ptx::mbarrier_wait(&shared.columns_full, columns_parity);
+        columns_parity ^= 1;
+        store_plain<Tile>(launch, shared, place, sums, row_scale, here);
+        if (me.lane == 0) ptx::mbarrier_arrive(&shared.columns_free);
+      } else {
+        store_chunks<Tile>(launch, shared, place, sums, row_scale, here);
+      }
+    });
+    if (me.lane == 0) ptx::wait_stores_read<0>();  // shared memory lives until then
+  }
+#endif
+}
+
+// ---- Launch -------------------------------------------------------------------------------------
+
+template <class Tile>
+void launch_tiles(const GemmParams& p, int together, Stream stream) {
+  const int out_cols = p.out_cols();
+  Launch launch{.gemm = p};
+  launch.x = device::matrix_map({p.x.data, 1, p.M, p.K, p.x.stride_row}, kRows, kRowBytes, true);
+  launch.weight = device::matrix_map({p.weight.data, 1, p.N, p.K, p.weight.stride_row},
+                                     Tile::kCols / 2, kRowBytes, true);
+  launch.y = device::matrix_map({p.y, 2, p.M, out_cols, out_cols}, 16, kOutColumns, true);
+  launch.tiles = {.along_m = checked_int32(ceil_div<std::int64_t>(p.M, kRows), "linear: row tiles"),
+                  .along_n =
+                      ceil_div(out_cols, is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols),
+                  .together = together};
+  launch.steps = ceil_div(p.K, kRowBytes);
+  const std::int64_t count = std::int64_t{launch.tiles.along_m} * launch.tiles.along_n;
+  const int blocks = static_cast<int>(std::min<std::int64_t>(count, device::multiprocessors()));
+  device::launch_chained<fp8_kernel<Tile>>(dim3(blocks), dim3(kThreads), sizeof(Shared<Tile>),
+                                           stream, launch, "linear: fp8");
+}
+
+}  // namespace
+
+void launch_fp8(const GemmParams& p, Stream stream) {
+  device::dispatch_half(p.dtype, [&](auto type) {
+    launch_tiles<Tile<typename decltype(type)::type, 256, 128, 4, 2>>(p, kTogether, stream);
+  });
+}
+
+}  // namespace ridgeline::gemm_detail

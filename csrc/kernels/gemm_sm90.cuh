@@ -1,0 +1,199 @@
+#pragma once
+#include <type_traits>
+
+#include "common/math.h"
+#include "device/launch.cuh"
+#include "device/ptx/grid_dependency.cuh"
+#include "device/ptx/matrix_copy.cuh"
+#include "device/ptx/mbarrier.cuh"
+#include "device/ptx/opaque.cuh"
+#include "device/ptx/stmatrix.cuh"
+#include "device/ptx/warpgroup.cuh"
+#include "device/reduce.cuh"
+#include "kernels/gemm_epilogue.cuh"
+
+/// What the Hopper kernels for many rows share: roles of the warps, the ring of stages, the order
+/// of the tiles, the way of the sums to y.
+namespace ridgeline::gemm_sm90 {
+
+// ---- Roles and tiles ----------------------------------------------------------------------------
+
+constexpr int kWarpgroup = 128;
+constexpr int kConsumers = 2;  // warpgroups that multiply; one more brings the operands
+constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
+constexpr int kConsumerRegisters = 232;
+constexpr int kProducerRegisters = 40;
+constexpr int kWarpgroupRows = 64;  // of wgmma's first operand
+constexpr int kRowBytes = 128;      // of an operand's row in a stage, with the 128-byte swizzle
+constexpr int kOutColumns = 64;     // of y in a box of such rows
+
+/// Which stage comes next, and the parity of its use.
+template <int kStages>
+struct Ring {
+  int stage = 0, parity = 0;
+
+  __device__ __forceinline__ void next() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+/// The tiles of the product. `together` row tiles, whose rows stay in L2, walk the weight side by
+/// side.
+struct Tiles {
+  std::int32_t along_m, along_n, together;
+};
+
+constexpr int kTogether = 8;
+
+struct Place {
+  int m, n;
+};
+
+__device__ __forceinline__ Place place_of(const Tiles& tiles, int index) {
+  const int per_group = tiles.together * tiles.along_n;
+  const int first = index / per_group * tiles.together, rest = index % per_group;
+  const int side_by_side = min(tiles.together, tiles.along_m - first);
+  return {first + rest % side_by_side, rest / side_by_side};
+}
+
+/// The thread of a consumer: its warpgroup, its warp in it, its place in a fragment.
+struct Consumer {
+  int warpgroup, thread, warp, lane, quad, in_quad;
+
+  __device__ __forceinline__ explicit Consumer(int index)
+      : warpgroup(index / kWarpgroup - 1),
+        thread(index % kWarpgroup),
+        warp(thread / device::kWarpSize),
+        lane(index % device::kWarpSize),
+        quad(lane / 4),
+        in_quad(lane % 4) {}
+
+  /// This warpgroup's threads meet.
+  __device__ __forceinline__ void meet() const {
+    ptx::named_barrier_sync(1 + warpgroup, kWarpgroup);
+  }
+};
+
+// ---- Epilogue -----------------------------------------------------------------------------------
+
+/// Whether y is the sums with scales and bias: then they go to y by the copy engine.
+__device__ __forceinline__ bool is_plain(const GemmParams& p) {
+  return p.activation == Activation::kNone && p.residual == nullptr;
+}
+
+/// Two sums rounded to T, the first in the low half.
+template <class T>
+__device__ __forceinline__ std::uint32_t pack(float first, float second) {
+  typename device::PairOf<T>::type pair;
+  if constexpr (std::is_same_v<T, __half>) {
+    pair = __floats2half2_rn(first, second);
+  } else {
+    pair = __floats2bfloat162_rn(first, second);
+  }
+  return *reinterpret_cast<std::uint32_t*>(&pair);
+}
+
+/// A warpgroup's sums on their way to what is not plain: 64 x 64, rows are those of x. Eight columns
+/// move as one so that the eight rows of a fragment, by columns or transposed, lie in different
+/// banks.
+constexpr int kChunk = 64;
+struct Chunk {
+  float sums[kChunk * kChunk];
+
+  __device__ __forceinline__ float* at(int row, int column) {
+    return sums + row * kChunk + ((column / 8 ^ (row + row / 4) % 4) * 8 + column % 8);
+  }
+};
+
+/// Which part of y a chunk's rows [begin, end) are; row 0 is y's `row`. Gated, the up sums lie
+/// `up_rows` below and `up_columns` right of their gates.
+struct Part {
+  std::int64_t row;
+  int column, begin, end, columns, up_rows, up_columns;
+};
+
+constexpr int kEach = 4;  // columns of a row that a thread finishes
+
+/// Scale and bias of a thread's columns: of the gates or of all, and of the up rows.
+struct Columns {
+  float scale[2][kEach], bias[2][kEach];
+
+  template <class T>
+  __device__ __forceinline__ void load(const GemmParams& p, const Part& part, int thread) {
+    const auto* scales = static_cast<const float*>(p.weight.scales);
+    const bool scaled = p.weight.format == WeightFormat::kFp8 &&
+                        p.weight.scale_layout != ScaleLayout::kBlock;
+    const int first = part.column + thread * kEach % part.columns;
+#pragma unroll
+    for (int up = 0; up < 2; ++up)
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        scale[up][i] = 1.0f;
+        bias[up][i] = 0.0f;
+        const int n = first + i + up * (p.N / 2);
+        if ((up != 0 && !is_gated(p.activation)) || first + i >= p.out_cols()) continue;
+        if (scaled) scale[up][i] = scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0];
+        if (p.bias) bias[up][i] = device::to_float(static_cast<const T*>(p.bias)[n]);
+      }
+  }
+};
+
+/// The chunk's part of y, neighbouring threads on neighbouring columns. Each product and sum is
+/// rounded by itself, as `finish` does. The rows of the sums are scaled already, or by kScaleRows.
+template <class T, bool kScaleRows>
+__device__ __forceinline__ void finish_chunk(const GemmParams& p, Chunk& chunk, const Part& part,
+                                             const Columns& columns, int thread) {
+  const bool gated = is_gated(p.activation);
+  const int per_row = part.columns / kEach, column = thread % per_row * kEach;
+  const int out_cols = p.out_cols(), n = part.column + column;
+  if (n >= out_cols) return;
+#pragma unroll 2
+  for (int row = part.begin + thread / per_row; row < part.end; row += kWarpgroup / per_row) {
+    const std::int64_t m = part.row + row;
+    if (m >= p.M) return;
+    const float x_scale = kScaleRows && p.x.scale ? p.x.scale[p.x.scale_per_row ? m : 0] : 1.0f;
+    device::Vec<float, kEach> sums[2];
+    sums[0] = device::load_vec<kEach>(chunk.at(row, column));
+    if (gated)
+      sums[1] = device::load_vec<kEach>(chunk.at(row + part.up_rows, column + part.up_columns));
+    const auto value = [&](int up, int i) {
+      const float sum = __fmul_rn(__fmul_rn(sums[up].data[i], x_scale), columns.scale[up][i]);
+      return __fadd_rn(sum, columns.bias[up][i]);
+    };
+    device::Vec<float, kEach> values;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) values.data[i] = value(0, i);
+    if (p.activation != Activation::kNone)
+#pragma unroll
+      for (float& v : values.data) v = gemm_detail::activate<T>(p.activation, v);
+    if (gated)
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) values.data[i] = __fmul_rn(values.data[i], value(1, i));
+    if (p.residual) {
+      const T* at = static_cast<const T*>(p.residual) + m * p.stride_residual + n;
+      const auto residual = device::floats(device::load_vec<kEach>(at));
+#pragma unroll
+      for (int i = 0; i < kEach; ++i)
+        values.data[i] = __fadd_rn(values.data[i], residual.data[i]);
+    }
+    device::store(static_cast<T*>(p.y) + m * out_cols + n, device::rounded<T>(values));
+  }
+}
+
+/// The chunk as it is to `partials` [M, N], for a kernel that adds and finishes.
+__device__ __forceinline__ void keep_chunk(const GemmParams& p, Chunk& chunk, const Part& part,
+                                           float* partials, int thread) {
+  const int per_row = part.columns / kEach, column = thread % per_row * kEach;
+  const int n = part.column + column;
+  if (n >= p.N) return;
+  for (int row = part.begin + thread / per_row; row < part.end; row += kWarpgroup / per_row) {
+    if (part.row + row >= p.M) return;
+    device::store(partials + (part.row + row) * p.N + n,
+                  device::load_vec<kEach>(chunk.at(row, column)));
+  }
+}
+
+}  // namespace ridgeline::gemm_sm90
