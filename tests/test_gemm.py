@@ -209,11 +209,17 @@ def plan(
         (65, {"format": "int4"}, "tile"),
         (1, {"dtype": "float32"}, "library"),
         (1, {"dtype": "float32", "invariant": True}, "simple"),
+        (8, {"hopper": True}, "strips"),
+        (9, {"hopper": True}, "library"),
+        (9, {"hopper": True, "library": False}, "cluster"),
+        (64, {"hopper": True, "format": "int4"}, "cluster"),
         (65, {"hopper": True}, "library"),
         (65, {"hopper": True, "format": "int4"}, "expand"),
         (65, {"hopper": True, "format": "fp8"}, "expand"),
         (65, {"hopper": True, "format": "fp8_fp8"}, "fp8"),
         (65, {"hopper": True, "format": "fp8_fp8", "invariant": True}, "tile"),
+        (1, {"hopper": True, "invariant": True}, "stream"),
+        (1, {"hopper": True, "dtype": "float32"}, "library"),
     ],
 )
 def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
@@ -227,6 +233,16 @@ def test_segments_of_k_depend_on_the_weight_alone(format: str, N: int, K: int) -
         plan(M, N, K, format=format, invariant=True)["segments"] for M in (1, 16, 17, 64, 5000)
     }
     assert len(counts) == 1
+
+
+def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
+    assert plan(1, 4096, 28672, hopper=True)["path"] == "strips"
+    assert plan(8, 4096, 28672, hopper=True, format="fp8")["path"] == "cluster"
+
+
+@pytest.mark.parametrize(("N", "segments"), [(4096, 8), (6144, 4), (28672, 1)])
+def test_a_cluster_fills_the_machine(N: int, segments: int) -> None:
+    assert plan(64, N, 4096, hopper=True, format="int4")["segments"] == str(segments)
 
 
 def test_small_grids_are_split_and_large_ones_are_not() -> None:

@@ -277,7 +277,7 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_sc
   return y;
 }
 
-/// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" or
+/// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" (in groups of 128) or
 /// "fp8", or "fp8_fp8" for x of fp8 too; rows are taken to be aligned.
 inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                              const std::string& dtype, const std::string& format,
@@ -293,6 +293,7 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                            : format == "int4" ? WeightFormat::kInt4
                                                               : WeightFormat::kFp8,
                                  .activation = activation_of(activation),
+                                 .group = kScaleBlock,
                                  .hopper = hopper,
                                  .weight_aligned = true,
                                  .whole_vectors = true,

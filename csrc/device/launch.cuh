@@ -24,19 +24,23 @@ bool can_wait(void (*kernel)(Params)) {
 
 /// Launches with programmatic dependent launch allowed: the kernel may start before the one ahead of it ends, and owes
 /// a wait_for_dependencies() in every block before it touches what any kernel of the stream writes.
+/// `cluster` neighbours along the grid's x can read each other's shared memory.
 template <auto kKernel, class Params>
-void launch_chained(dim3 grid, dim3 block, std::size_t shared, Stream stream, const Params& params, const char* name) {
+void launch_chained(dim3 grid, dim3 block, std::size_t shared, Stream stream, const Params& params, const char* name,
+                    int cluster = 1) {
   static const bool chains = can_wait(kKernel);
-  cudaLaunchAttribute chained{};
-  chained.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  chained.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared;
   config.stream = stream;
-  config.attrs = &chained;
-  config.numAttrs = chains ? 1 : 0;
+  config.attrs = cluster > 1 ? attributes : attributes + 1;
+  config.numAttrs = (cluster > 1 ? 1 : 0) + (chains ? 1 : 0);
   if (shared > 48 * 1024)  // more than a kernel may take unasked, on each device anew
     cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), name);
   if (launch_trace::is_open())

@@ -39,6 +39,12 @@ bool has_whole_vectors(const GemmParams& p) {
   return p.N % columns == 0 && p.out_cols() % 8 == 0 && scales && residual && is_aligned(p.y, 0);
 }
 
+/// The copy engine's maps have no stride 0, which expanded tensors have.
+bool strides_are_mappable(const GemmParams& p) {
+  const bool weight = p.weight.format == WeightFormat::kInt4 || p.N <= 1 || p.weight.stride_row > 0;
+  return weight && (p.M <= 1 || p.x.stride_row > 0);
+}
+
 /// Whether rows do not overlap, as cuBLASLt's layouts demand; those of an expanded tensor do.
 bool rows_are_apart(std::int64_t rows, std::int64_t stride, std::int64_t cols) {
   return rows <= 1 || stride >= cols;
@@ -59,7 +65,10 @@ struct Plan {
 };
 
 bool must_prepare(const GemmParams& p, const Config& config) {
-  const bool as_is = p.x.dtype == p.dtype || config.path == Path::kFp8;
+  const bool takes_fp8 = p.weight.format == WeightFormat::kFp8 &&
+                         (config.path == Path::kStrips || config.path == Path::kCluster ||
+                          config.path == Path::kFp8);
+  const bool as_is = p.x.dtype == p.dtype || (p.x.dtype == DType::kFloat8E4M3 && takes_fp8);
   if (p.x.norm_weight || p.x.perm || !as_is) return true;
   if (config.path == Path::kSimple) return false;
   if (config.path == Path::kLibrary) return !rows_are_apart(p.M, p.x.stride_row, p.K);
@@ -87,7 +96,8 @@ Plan plan_of(const GemmParams& p) {
                     .dtype = p.dtype,
                     .format = p.weight.format,
                     .activation = p.activation,
-                    .hopper = device::runs_sm90a(),
+                    .group = p.weight.group,
+                    .hopper = device::runs_sm90a() && strides_are_mappable(p),
                     .weight_aligned = weight_aligned(p),
                     .whole_vectors = has_whole_vectors(p),
                     .fp8_x = p.x.dtype == DType::kFloat8E4M3 && !p.x.perm &&
@@ -157,6 +167,10 @@ void gemm(const GemmParams& params, Stream stream) {
   }
   auto* partials = reinterpret_cast<float*>(workspace + plan.partials);
   switch (plan.config.path) {
+    case Path::kStrips:
+      return gemm_detail::launch_strips(p, stream);
+    case Path::kCluster:
+      return gemm_detail::launch_cluster(p, plan.config, stream);
     case Path::kStream:
       gemm_detail::launch_stream(p, plan.config, partials, stream);
       break;

@@ -14,6 +14,9 @@ constexpr int kStripRows = 16;      // weight rows a warp multiplies at a time: 
 constexpr int kMaxSegments = 8;     // warps a block of the few-row kernel has
 constexpr int kStreamRows = 16;     // the few-row kernel's most rows: one m16 operand
 constexpr int kFewRows = 64;        // up to here own kernels beat the library's
+constexpr int kStripsRows = 8;      // Hopper: the most rows of the strips kernel, ...
+constexpr int kStripsDenseRows = 8; // ... and where cuBLASLt can take the others
+constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kExpandSums = 256 * 128;  // of a tile of the expanding kernel
 constexpr int kTileCols = 128;      // weight rows a block of the tile kernel owns
 constexpr int kWarpsWanted = 1500;  // 11 an SM of 132: with 8 KB each in flight, the bus is full
@@ -21,6 +24,8 @@ constexpr int kBlocksWanted =
     132;  // fewer tiles than this leave SMs idle: K is split over the grid
 
 enum class Path : std::uint8_t {
+  kStrips,   // Hopper, up to 8 rows: each block streams whole strips of the weight
+  kCluster,  // Hopper, up to 64 rows: tiles of the weight, K split over a cluster of blocks
   kStream,   // up to 16 rows: each warp streams a strip of the weight
   kTile,     // shared-memory tiles
   kExpand,   // Hopper, more rows: a weight of 4 or 8 bits is expanded between memory and wgmma
@@ -36,7 +41,8 @@ struct Shape {
   DType dtype;
   WeightFormat format;
   Activation activation;
-  bool hopper;          // the copy engine and wgmma are there
+  std::int32_t group;   // of int4
+  bool hopper;          // the copy engine and wgmma are there and can reach x and the weight
   bool weight_aligned;  // 16-byte loads of weight rows are possible
   bool whole_vectors;   // Hopper's kernels for many rows can reach scales, residual and y
   bool fp8_x;           // x is e4m3 and the copy engine can reach it
@@ -52,8 +58,8 @@ struct Config {
   bool fused;              // the epilogue is in the product's kernel
 
   std::string to_text() const {
-    constexpr const char* kNames[] = {"stream", "tile",    "expand",
-                                      "fp8",    "library", "simple"};
+    constexpr const char* kNames[] = {"strips", "cluster", "stream", "tile",
+                                      "expand", "fp8",     "library", "simple"};
     return std::string(kNames[static_cast<int>(path)]) + " segments=" + std::to_string(segments) +
            " split=" + std::to_string(split) + " tile_rows=" + std::to_string(tile_rows) +
            " fused=" + std::to_string(fused);
@@ -74,6 +80,41 @@ constexpr std::int32_t segments_of(const Shape& shape) {
   std::int32_t segments = 1;
   while (segments < most && segments * 2 <= blocks && strips * segments < kWarpsWanted)
     segments *= 2;
+  return segments;
+}
+
+/// Shared memory of the strips kernel, at most: ring and barriers, sums, x, and for int4 the scales
+/// and zero points of the strips in flight.
+constexpr std::int64_t strips_bytes(const Shape& shape) {
+  constexpr std::int64_t kRing = 65 * 1024, kSums = 2 * 8 * kStripRows * sizeof(float);
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  const std::int64_t groups = int4 ? ceil_div(shape.K, shape.group) : 0;
+  const std::int64_t room =
+      groups <= 64 ? 4 * groups + 32 : 2 * round_up<std::int64_t>(groups, 256);
+  return kRing + shape.M * (kSums + 2 * round_up<std::int64_t>(shape.K, 512) + 32) + room * 48;
+}
+
+/// Hopper's kernels for few rows. They have orders of K of their own, which no kernel for many rows
+/// repeats: not where bits may not depend on M.
+constexpr bool is_for_hopper(const Shape& shape) {
+  if (!shape.hopper || shape.batch_invariant || shape.M > kFewRows || shape.K == 0) return false;
+  if (shape.dtype == DType::kFloat32 || !can_fuse(shape)) return false;
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  return int4 ? shape.N % kStripRows == 0 && shape.whole_vectors : shape.weight_aligned;
+}
+
+constexpr bool is_for_strips(const Shape& shape) {
+  const bool whole_groups = shape.format != WeightFormat::kInt4 ||
+                            shape.group % kBlockCols == 0 || shape.group >= shape.K;
+  const int most = shape.format == WeightFormat::kDense ? kStripsDenseRows : kStripsRows;
+  return shape.M <= most && whole_groups && strips_bytes(shape) <= 2 * kShareOfSm;
+}
+
+/// Blocks of a cluster that split K: as many as an SM's two places let run at once.
+constexpr std::int32_t cluster_of(const Shape& shape) {
+  const std::int64_t tiles = ceil_div(shape.N, kTileCols);
+  std::int32_t segments = 1;
+  while (segments < kMaxSegments && tiles * segments * 2 <= 2 * kBlocksWanted) segments *= 2;
   return segments;
 }
 
@@ -118,6 +159,10 @@ constexpr Path path_of(const Shape& shape) {
   if (is_for_hopper_tiles(shape)) return shape.fp8_x ? Path::kFp8 : Path::kExpand;
   const bool dense = shape.format == WeightFormat::kDense;
   const bool may_call = dense && shape.library && !shape.batch_invariant;
+  if (is_for_hopper(shape)) {
+    if (is_for_strips(shape)) return Path::kStrips;
+    return may_call ? Path::kLibrary : Path::kCluster;
+  }
   const bool full = shape.dtype == DType::kFloat32;
   if (full || !shape.weight_aligned) return may_call ? Path::kLibrary : Path::kSimple;
   if (shape.M <= kStreamRows) return Path::kStream;
@@ -131,6 +176,7 @@ constexpr Config choose(const Shape& shape) {
     config.segments = segments_of(shape);
     config.fused = can_fuse(shape);
   }
+  if (config.path == Path::kCluster) config.segments = cluster_of(shape);
   if (config.path == Path::kExpand) cut_for_expand(shape, config);
   if (config.path == Path::kTile) {
     config.tile_rows = shape.M <= 64 ? 64 : 128;
