@@ -74,6 +74,65 @@ __device__ __forceinline__ RowEnd end_of_row(float largest, float sum, float sin
   return {keep / total, kLn2 * (base + log2f(total))};
 }
 
+/// Rows as OnlineSoftmax has them, with exponents relative to a base that follows the largest score only
+/// when that is more than kSlack above it: most steps leave the sums alone, and weights stay below
+/// 2^kSlack, as exact in fp16 and bf16 as those below 1. A row's base moves by its own scores alone.
+struct LazySoftmax {
+  static constexpr float kSlack = 8.0f;
+  float base[2] = {kMinusInfinity, kMinusInfinity};
+  float sum[2] = {0.0f, 0.0f};  // of this thread's columns alone
+
+  /// Scores become weights. keep[] is what every earlier sum is to be multiplied with: mostly 1.
+  template <int kTiles>
+  __device__ __forceinline__ void weigh(float (&scores)[kTiles][4], float (&keep)[2], float unit) {
+    float from[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float largest = kMinusInfinity;
+#pragma unroll
+      for (int i = 0; i < kTiles; ++i)
+        largest = fmaxf(largest, fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
+      largest = warp_reduce<MaxOrNaN, kQuad>(largest * unit);
+      const bool grows = largest > base[r] + kSlack;
+      keep[r] = grows ? ptx::exp2_approx(base[r] - largest) : 1.0f;
+      base[r] = grows ? largest : base[r];
+      from[r] = exponent_base(base[r]);
+    }
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        scores[i][c] = ptx::exp2_approx(fmaf(scores[i][c], unit, -from[c / 2]));
+  }
+
+  /// Adds the weights of that step.
+  template <int kTiles>
+  __device__ __forceinline__ void add(const float (&weights)[kTiles][4], const float (&keep)[2]) {
+    float totals[4] = {sum[0] * keep[0], 0.0f, sum[1] * keep[1], 0.0f};
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) totals[c] += weights[i][c];
+    sum[0] = totals[0] + totals[1];
+    sum[1] = totals[2] + totals[3];
+  }
+
+  /// Joins the quad's sums.
+  __device__ __forceinline__ void join_quad() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] = warp_reduce<Sum, kQuad>(sum[r]);
+  }
+
+  /// end_of_row() without a branch: what follows the last key is waited for.
+  __device__ __forceinline__ RowEnd end(int r, float sink) const {
+    const float from = exponent_base(fmaxf(base[r], sink));
+    const float keep = ptx::exp2_approx(base[r] - from);
+    const float total = fmaf(sum[r], keep, ptx::exp2_approx(sink - from));
+    if (total == 0.0f) return {0.0f, kMinusInfinity};
+    return {__fdividef(keep, total), kLn2 * (from + __log2f(total))};
+  }
+};
+
 /// The weight of a part with lse `part` (log2 units) beside the whole's base; 0 for an empty part.
 __device__ __forceinline__ float part_weight(float part, float base) { return exp2f(part - base); }
 

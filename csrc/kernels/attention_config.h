@@ -106,9 +106,20 @@ constexpr std::int64_t workspace_rows(const AttentionParams& p) {
   return splits * p.batch * p.kv_heads * rows;
 }
 
-constexpr std::int64_t workspace_bytes(const AttentionParams& p) {
+constexpr std::int64_t split_bytes(const AttentionParams& p) {
   if (p.dtype == DType::kFloat32) return 0;  // fp32 runs unsplit
   return workspace_rows(p) * (p.head_dim + 1) * static_cast<std::int64_t>(sizeof(float));
+}
+
+/// Behind the partial rows: the queue of the Hopper prefill kernel.
+constexpr std::int64_t kQueueBytes = 16;
+constexpr std::int64_t queue_offset(const AttentionParams& p) {
+  return round_up(split_bytes(p), kQueueBytes);
+}
+
+constexpr std::int64_t workspace_bytes(const AttentionParams& p) {
+  if (p.dtype == DType::kFloat32 || is_split(p, p.max_q)) return split_bytes(p);
+  return queue_offset(p) + kQueueBytes;
 }
 
 }  // namespace ridgeline::attention_config

@@ -1,12 +1,11 @@
 #pragma once
-#include <type_traits>
-
 #include "common/math.h"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/tensor_copy.cuh"
+#include "device/ptx/warpgroup.cuh"
 #include "kernels/attention_tile.cuh"
 
-/// What a block of the Hopper prefill kernel works on, and the warp that brings it: tiles, shared
+/// What a block of the Hopper prefill kernel works on, and the warps that bring it: tiles, shared
 /// memory, the order of the work, the copies.
 namespace ridgeline::attention_sm90 {
 
@@ -18,22 +17,69 @@ constexpr int kWarpgroup = 128;
 constexpr int kColumns = 64;    // of one swizzled part of a tile: 128 bytes
 constexpr int kRowBytes = 128;  // of a part
 constexpr int kWarpgroupRows = 64;
-constexpr int kStages = 2;      // of keys and of values: one in use, one on its way
+constexpr int kProducers = 64;     // threads of the two warps that bring tiles
+
+constexpr int kWorkFound = 1;      // named barriers: between these two warps, ...
+constexpr int kFirstTurn = 2;      // ... the turns of two warpgroups, ...
+constexpr int kTogether = 4;       // ... the four warps of a warpgroup, ...
+constexpr int kValuesCleared = 7;  // ... and all that clear unused values
 
 /// kSize columns are computed; a head of fewer is padded with zeros by the copy engine.
-template <class T_, int kSize_, int kConsumers_, int kKeys_, bool kOwnOut_>
+template <class T_, int kSize_, int kConsumers_, int kKeys_, int kQuerySlots_, int kSlots_>
 struct Tile {
   using T = T_;
   static constexpr int kSize = kSize_;
   static constexpr int kConsumers = kConsumers_;  // warpgroups of 64 queries
   static constexpr int kQueries = kConsumers * kWarpgroupRows;
   static constexpr int kKeys = kKeys_;
+  /// With two, the first product of a work runs beside the last of the work before.
+  static constexpr int kQuerySlots = kQuerySlots_;
+  static constexpr int kWorkSlots = kQuerySlots + 1;
+  static constexpr int kSlots = kSlots_;  // of the ring of keys and values
+  /// Two warpgroups take turns; of three, each runs as it can and passes over tiles it cannot see.
+  static constexpr bool kTurns = kConsumers == 2;
   static constexpr int kParts = kSize / kColumns;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr bool kOwnOut = kOwnOut_;  // the output has memory of its own: q may be refilled early
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+};
+
+/// Hands out works to the blocks of one launch. It lies in the workspace, which may hold anything:
+/// block 0 makes it ready and signs it with the launch's ticket, and the last block takes the
+/// signature away, since a captured launch runs again with the same ticket. Zeroing it by a launch
+/// of its own would cost about 1.5 us.
+struct Queue {
+  unsigned long long ticket;
+  int handed_out;
+  int ended;  // blocks
+};
+
+struct Launch {
+  AttentionParams attention;
+  CUtensorMap q, k, v;
+  int box_rows;  // keys that one copy brings: they lie in one block
+  int boxes;     // copies of a tile of keys
+  int heads_together, batches_together;  // whose works run side by side
+  Queue* queue;
+  unsigned long long ticket;
+};
+
+/// A tile of queries of one head, and the tiles of keys it sees: at least one.
+struct Work {
+  config::Sequence sequence;
+  int batch, head, kv_head;
+  int first_query;
+  int first_tile, last_tile;  // of keys; the last is not included
+  bool exists;                // false: this block has nothing more to do
+};
+
+/// A work as one warpgroup sees it.
+struct Current {
+  int slot, work_slot;         // of its queries, of its description
+  int tile, first_tile;        // of keys: the tile whose scores are at hand, and the last to come
+  int whole_begin, whole_end;  // tiles of keys that each row sees whole
+  int skip;                    // tiles at the end that no row sees
 };
 
 // ---- Shared memory ------------------------------------------------------------------------------
@@ -43,139 +89,253 @@ struct Shared {
   using T = typename Tile::T;
   using Queries = T[Tile::kParts][Tile::kQueries][kColumns];
   using Keys = T[Tile::kParts][Tile::kKeys][kColumns];
-  struct None {};
 
-  alignas(1024) Queries q;
-  alignas(1024) Keys k[kStages];
-  alignas(1024) Keys v[kStages];
-  alignas(1024) std::conditional_t<Tile::kOwnOut, Queries, T[1]> own_out;
-  alignas(8) std::uint64_t q_full, q_free;
-  std::uint64_t k_full[kStages], k_free[kStages], v_full[kStages], v_free[kStages];
-
-  __device__ T* out(int part, int row, int column) {
-    if constexpr (Tile::kOwnOut) {
-      return &own_out[part][row][column];
-    } else {
-      return &q[part][row][column];
-    }
-  }
+  alignas(1024) Queries q[Tile::kQuerySlots];  // and, when they are used up, the output
+  alignas(1024) Keys kv[Tile::kSlots];
+  Work work[Tile::kWorkSlots];
+  alignas(8) std::uint64_t q_full[Tile::kQuerySlots], q_free[Tile::kQuerySlots];
+  std::uint64_t full[Tile::kSlots], free[Tile::kSlots];
+  float anchor[Tile::kConsumerThreads];  // see Consumer::anchor
 };
 
-struct Launch {
-  AttentionParams attention;
-  CUtensorMap q, k, v;
-  int box_rows;  // keys that one copy brings: they lie in one block
-  int boxes;     // copies of a tile of keys
-  int tiles;     // of queries, of the longest sequence
-  int together;  // heads whose keys and values fit in the L2 cache side by side
-  int works;
-};
-
-/// Which slot of the rings comes next, and the parity of its use.
+/// Which slot of a ring comes next, and the parity of its use.
+template <int kCount>
 struct Ring {
-  int stage = 0, parity = 0;
+  int slot = 0, parity = 0;
 
   __device__ __forceinline__ void next() {
-    if (++stage == kStages) {
-      stage = 0;
+    if (++slot == kCount) {
+      slot = 0;
       parity ^= 1;
     }
   }
 };
 
-// ---- Work ---------------------------------------------------------------------------------------
+// ---- Order --------------------------------------------------------------------------------------
 
-/// A tile of queries of one head, and the tiles of keys it sees.
-struct Work {
-  config::Sequence sequence;
-  int batch, head, kv_head, first_query;
-  int first_tile, last_tile;  // of keys; the last is not included
-};
-
-/// Work number `index`; false: there is nothing in it. Heads that fit in the L2 cache run side by
-/// side, and among them the last rows first: when causal they are the longest.
+/// The order of the works, as one warp walks it: lane i keeps sequence i of those side by side, and
+/// among these the tiles that see most keys come first, so that no long work is left for the end.
+/// Level n holds, of each sequence, the tile whose queries end within the n-th kQueries positions.
 template <class Tile>
-__device__ __forceinline__ bool find_work(const Launch& launch, int index, Work& work) {
-  const AttentionParams& p = launch.attention;
-  const int per_group = launch.tiles * launch.together;
-  const int first_pair = index / per_group * launch.together;
-  const int side_by_side = min(launch.together, p.heads * p.batch - first_pair);
-  const int rest = index % per_group, pair = first_pair + rest % side_by_side;
-  work.batch = pair / p.heads;
-  work.head = pair % p.heads;
-  work.kv_head = work.head / (p.heads / p.kv_heads);
-  work.first_query = (launch.tiles - 1 - rest / side_by_side) * Tile::kQueries;
-  work.sequence = config::sequence_of(p, work.batch);
-  const int q_len = work.sequence.q_len;
-  if (work.first_query >= q_len || config::is_split(p, q_len)) return false;
-  const int last_query = min(work.first_query + Tile::kQueries, q_len) - 1;
-  const int begin = config::visible_keys(p, work.sequence, work.first_query).begin;
-  const int end = config::visible_keys(p, work.sequence, last_query).end;
-  work.first_tile = begin / Tile::kKeys;
-  work.last_tile = max(ceil_div(end, Tile::kKeys), work.first_tile);
-  return true;
-}
+struct Order {
+  const Launch& launch;
+  int first_batch, first_head, heads;  // side by side
+  int level, before;                   // works before this level
+  config::Sequence sequence;           // of this lane
+  int top, tiles;                      // its highest level, its tiles
 
-/// Calls fn(work) for each work of this block. Every other round runs backwards, so that no block
-/// always gets the longest.
-template <class Tile, class Fn>
-__device__ __forceinline__ void for_each_work(const Launch& launch, Fn&& fn) {
-  const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-  bool backwards = false;
-  for (int first = 0; first < launch.works; first += blocks, backwards = !backwards) {
-    const int index = first + (backwards ? blocks - 1 - block : block);
-    Work work;
-    if (index < launch.works && find_work<Tile>(launch, index, work)) fn(work);
+  __device__ explicit Order(const Launch& launch) : launch(launch), before(0) { begin(0, 0); }
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
+
+  __device__ __forceinline__ void begin(int batch, int head) {
+    const AttentionParams& p = launch.attention;
+    first_batch = batch;
+    first_head = head;
+    heads = min(launch.heads_together, p.heads - head);
+    tiles = top = 0;
+    if (lane() < launch.batches_together && batch + lane() < p.batch) {
+      sequence = config::sequence_of(p, batch + lane());
+      if (!config::is_split(p, sequence.q_len)) {
+        tiles = ceil_div(sequence.q_len, Tile::kQueries);
+        top = max(ceil_div(sequence.k_len, Tile::kQueries), tiles);
+      }
+    }
+    level = device::warp_max(top);
   }
-}
+
+  /// Goes to the next sequences and heads; false: there are none.
+  __device__ __forceinline__ bool advance() {
+    const AttentionParams& p = launch.attention;
+    if (first_head + heads < p.heads) {
+      begin(first_batch, first_head + heads);
+    } else if (first_batch + launch.batches_together < p.batch) {
+      begin(first_batch + launch.batches_together, 0);
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  __device__ __forceinline__ Work work_of(int head) const {
+    const AttentionParams& p = launch.attention;
+    const int first_query = (tiles - 1 - (top - level)) * Tile::kQueries;
+    const int last_query = min(first_query + Tile::kQueries, sequence.q_len) - 1;
+    const int begin = config::visible_keys(p, sequence, first_query).begin;
+    const int end = config::visible_keys(p, sequence, last_query).end;
+    const int first_tile = begin / Tile::kKeys;
+    return {.sequence = sequence,
+            .batch = first_batch + lane(),
+            .head = head,
+            .kv_head = head / (p.heads / p.kv_heads),
+            .first_query = first_query,
+            .first_tile = first_tile,
+            .last_tile = max(ceil_div(end, Tile::kKeys), first_tile + 1),
+            .exists = true};
+  }
+
+  /// Writes work number `index` to `work`; from call to call indices grow.
+  __device__ __forceinline__ void find(int index, Work& work) {
+    for (;;) {
+      const bool mine = level <= top && level > top - tiles;
+      const unsigned all = __ballot_sync(0xffffffffu, mine);
+      const int works = __popc(all) * heads;
+      if (index < before + works) {
+        const int nth = (index - before) / heads, head = first_head + (index - before) % heads;
+        if (mine && __popc(all & ((1u << lane()) - 1)) == nth) work = work_of(head);
+        break;
+      }
+      before += works;
+      --level;
+      if (device::any_lane(tiles > 0 && level > top - tiles)) continue;
+      if (!advance()) {
+        tiles = 0;
+        if (lane() == 0) work.exists = false;
+        break;
+      }
+    }
+    __syncwarp();  // the work is written
+  }
+};
 
 // ---- Producer -----------------------------------------------------------------------------------
 
-/// One tile of keys or values, by one warp.
+/// The two warps that bring works, queries, keys and values. Both request boxes of each tile: one
+/// alone does not keep up where a block of the cache has 16 keys (H200, one sequence of 4096, 32/8
+/// heads of 128: 344 us by one warp, 252 by two; 64 keys: 270 and 253).
 template <class Tile>
-__device__ __forceinline__ void request_tile(const Launch& launch, const Work& work, int tile,
-                                             typename Shared<Tile>::Keys& target,
-                                             const CUtensorMap& map, std::uint64_t* full) {
-  const AttentionParams& p = launch.attention;
-  const int lane = threadIdx.x % device::kWarpSize;
-  if (lane == 0) ptx::mbarrier_expect(full, sizeof(target));
-  __syncwarp();  // the bytes are expected before the first can come
-  // No division here: two tiles are all that is ahead, and what this warp spends is waited for.
-  for (int i = lane; i < launch.boxes; i += device::kWarpSize) {
-    const int part = i % Tile::kParts, first = i / Tile::kParts * launch.box_rows;
-    const attention_tile::Work place{.sequence = work.sequence, .batch = work.batch};
-    const attention_tile::Slot slot =
-        attention_tile::slot_of(p, place, tile * Tile::kKeys + first);
-    ptx::copy_tensor_4d(target[part][first], &map, full, part * kColumns,
-                        static_cast<int>(slot.row), work.kv_head,
-                        p.cu_k != nullptr ? 0 : static_cast<int>(slot.batch));
-  }
-}
+struct Producer {
+  /// Where the box lies that this thread brings.
+  struct Place {
+    int row, batch;
+  };
 
-template <class Tile>
-__device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared) {
-  const AttentionParams& p = launch.attention;
-  Ring ring{.parity = 1};  // the first wait on a fresh barrier passes
-  int q_parity = 1;
-  for_each_work<Tile>(launch, [&](const Work& work) {
-    ptx::mbarrier_wait(&shared.q_free, q_parity);
-    q_parity ^= 1;
+  const Launch& launch;
+  Shared<Tile>& shared;
+  Ring<Tile::kSlots> ring{.parity = 1};  // the first wait on a fresh barrier passes
+  Ring<Tile::kQuerySlots> queries{.parity = 1};
+  Ring<Tile::kWorkSlots> works;
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
+  __device__ static int warp() { return static_cast<int>(threadIdx.x) / device::kWarpSize; }
+  __device__ static int box() { return 2 * lane() + warp(); }
+
+  __device__ __forceinline__ Place place_of(const Work& work, int tile) const {
+    const AttentionParams& p = launch.attention;
+    if (box() >= launch.boxes) return {};
+    const attention_tile::Work rows{.sequence = work.sequence, .batch = work.batch};
+    const int first = box() / Tile::kParts * launch.box_rows;
+    const auto slot = attention_tile::slot_of(p, rows, tile * Tile::kKeys + first);
+    return {static_cast<int>(slot.row), p.cu_k != nullptr ? 0 : static_cast<int>(slot.batch)};
+  }
+
+  /// One tile of keys or values.
+  __device__ __forceinline__ void request(const Place& place, int kv_head, const CUtensorMap& map) {
+    std::uint64_t* full = &shared.full[ring.slot];
+    auto& target = shared.kv[ring.slot];
+    ptx::mbarrier_wait(&shared.free[ring.slot], ring.parity);
+    if (threadIdx.x == 0) ptx::mbarrier_expect(full, sizeof(target));
+    if (box() < launch.boxes) {
+      const int part = box() % Tile::kParts, first = box() / Tile::kParts * launch.box_rows;
+      ptx::copy_tensor_4d(target[part][first], &map, full, part * kColumns, place.row, kv_head,
+                          place.batch);
+    }
+    __syncwarp();  // before the warp waits as one again
+    ring.next();
+  }
+
+  /// Finds the next work. Its slot is free: the queries of the work before the last were let go.
+  __device__ __forceinline__ Work find(Order<Tile>& order, int index) {
+    if (warp() == 0) order.find(index, shared.work[works.slot]);
+    ptx::named_barrier_sync(kWorkFound, kProducers);  // the work is written
+    const Work work = shared.work[works.slot];
+    works.next();
+    return work;
+  }
+
+  /// The queries of a work; with them the work itself becomes visible to the consumers.
+  __device__ __forceinline__ void request_queries(const Work& work) {
+    const AttentionParams& p = launch.attention;
+    std::uint64_t* full = &shared.q_full[queries.slot];
+    ptx::mbarrier_wait(&shared.q_free[queries.slot], queries.parity);
     if (threadIdx.x == 0) {
-      ptx::mbarrier_expect(&shared.q_full, sizeof(shared.q));
-      const int row = static_cast<int>(work.sequence.q_begin) + work.first_query;
-      for (int part = 0; part < Tile::kParts; ++part)
-        ptx::copy_tensor_4d(shared.q[part], &launch.q, &shared.q_full, part * kColumns, row,
-                            work.head, p.cu_q != nullptr ? 0 : work.batch);
+      if (work.exists) {
+        ptx::mbarrier_expect(full, sizeof(shared.q[0]));
+        const int row = static_cast<int>(work.sequence.q_begin) + work.first_query;
+        for (int part = 0; part < Tile::kParts; ++part)
+          ptx::copy_tensor_4d(shared.q[queries.slot][part], &launch.q, full, part * kColumns, row,
+                              work.head, p.cu_q != nullptr ? 0 : work.batch);
+      } else {
+        ptx::mbarrier_arrive(full);
+      }
     }
-    for (int tile = work.last_tile - 1; tile >= work.first_tile; --tile, ring.next()) {
-      ptx::mbarrier_wait(&shared.k_free[ring.stage], ring.parity);
-      request_tile<Tile>(launch, work, tile, shared.k[ring.stage], launch.k,
-                         &shared.k_full[ring.stage]);
-      ptx::mbarrier_wait(&shared.v_free[ring.stage], ring.parity);
-      request_tile<Tile>(launch, work, tile, shared.v[ring.stage], launch.v,
-                         &shared.v_full[ring.stage]);
+    __syncwarp();  // before the warp waits as one again
+    queries.next();
+  }
+
+  /// Waits until block 0 has made the queue ready.
+  __device__ __forceinline__ void join_queue() const {
+    while (*static_cast<volatile unsigned long long*>(&launch.queue->ticket) != launch.ticket) {
     }
-  });
-}
+    __threadfence();  // it was made ready before it was signed
+  }
+
+  /// The number of a work that nobody has.
+  __device__ __forceinline__ int take_index() const {
+    return static_cast<int>(gridDim.x) + atomicAdd(&launch.queue->handed_out, 1);
+  }
+
+  __device__ __forceinline__ void open_queue() const {
+    Queue& queue = *launch.queue;
+    queue.handed_out = queue.ended = 0;
+    __threadfence();  // before the signature
+    *static_cast<volatile unsigned long long*>(&queue.ticket) = launch.ticket;
+  }
+
+  __device__ __forceinline__ void close_queue() const {
+    Queue& queue = *launch.queue;
+    if (atomicAdd(&queue.ended, 1) == static_cast<int>(gridDim.x) - 1) queue.ticket = 0;
+  }
+
+  /// Scores of a tile run beside the values of the tile before: keys come one tile ahead of values.
+  __device__ __forceinline__ void run() {
+    if (blockIdx.x == 0 && threadIdx.x == 0) open_queue();
+    Order<Tile> order(launch);
+    Work work = find(order, blockIdx.x);
+    request_queries(work);
+    int tile = work.last_tile - 1;
+    Place place;
+    if (work.exists) request(place = place_of(work, tile), work.kv_head, launch.k);
+    bool joined = false;
+    while (work.exists) {
+      int index = 0;  // of the next work: asked for now, used when this one is requested
+      if (threadIdx.x == 0 && joined) index = take_index();
+      for (; tile > work.first_tile; --tile) {
+        const Place next = place_of(work, tile - 1);
+        request(next, work.kv_head, launch.k);
+        request(place, work.kv_head, launch.v);
+        place = next;
+      }
+      const Place last = place;
+      const int kv_head = work.kv_head;
+      if (Tile::kQuerySlots == 1) request(last, kv_head, launch.v);
+      if (threadIdx.x == 0 && !joined) {  // not sooner: the fence holds requests up
+        join_queue();
+        index = take_index();
+      }
+      joined = true;
+      work = find(order, device::from_lane(index, 0));
+      tile = work.last_tile - 1;
+      if (Tile::kQuerySlots > 1) request_queries(work);
+      if (work.exists) request(place = place_of(work, tile), work.kv_head, launch.k);
+      if (Tile::kQuerySlots > 1) request(last, kv_head, launch.v);
+      if (Tile::kQuerySlots == 1) request_queries(work);
+    }
+    if (threadIdx.x == 0) {
+      if (!joined) join_queue();
+      close_queue();
+    }
+  }
+};
 
 }  // namespace ridgeline::attention_sm90

@@ -3,6 +3,14 @@
 /// What a warpgroup (four consecutive warps) does as one: registers, named barriers, fences.
 namespace ridgeline::ptx {
 
+/// threadIdx.x, read anew: what is computed from it is computed where it is used, and not kept in
+/// registers across a loop.
+__device__ __forceinline__ int thread_index() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 /// Gives registers of this warpgroup back, down to `kRegisters` a thread.
 /// https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int kRegisters>

@@ -1,0 +1,348 @@
+#pragma once
+#include "device/ptx/wgmma_registers.cuh"
+#include "device/ptx/wgmma_shared.cuh"
+#include "kernels/attention_sm90.cuh"
+
+/// What one warpgroup of the Hopper prefill kernel does with the tiles: products, softmax, output.
+namespace ridgeline::attention_sm90 {
+
+constexpr int kStepBytes = 32;  // 16 columns of an operand, the depth of one wgmma
+
+/// Keeps in registers 64 rows of sums, one tile of scores, and the weights of the tile before. Scores of
+/// a tile are on the tensor cores together with the values of the tile before, also where that ends
+/// the work before: the pipeline does not drain between works.
+template <class Tile>
+struct Consumer {
+  using T = typename Tile::T;
+
+  const AttentionParams& p;
+  Shared<Tile>& shared;
+  const int warpgroup;  // the compiler must know that a warp shares it: descriptors are made of it
+  Ring<Tile::kSlots> ring;
+  Ring<Tile::kQuerySlots> queries;  // of the next work
+  Ring<Tile::kWorkSlots> works;
+  Current now;
+  device::LazySoftmax softmax;
+  float sums[Tile::kSize / 8][4];
+  float scores[Tile::kKeys / 8][4];
+  std::uint32_t weights[Tile::kKeys / 16][4];
+
+  /// The first of a thread's two rows of the tile; the other is 8 further.
+  __device__ static int row_of(int thread) {
+    return (thread - kWarpgroup) / device::kWarpSize * 16 + thread % device::kWarpSize / 4;
+  }
+
+  /// While one warpgroup feeds the tensor cores, the other takes its softmax.
+  __device__ __forceinline__ void await_turn() const {
+    if constexpr (Tile::kTurns) ptx::named_barrier_sync(kFirstTurn + warpgroup, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    if constexpr (Tile::kTurns)
+      ptx::named_barrier_arrive(kFirstTurn + (warpgroup ^ 1), 2 * kWarpgroup);
+  }
+
+  __device__ __forceinline__ static void release(std::uint64_t* barrier) {
+    if (threadIdx.x % kWarpgroup == 0) ptx::mbarrier_arrive(barrier);
+  }
+
+  /// Waits for the next work and its queries; false: there is none.
+  __device__ __forceinline__ bool begin_work() {
+    ptx::mbarrier_wait(&shared.q_full[queries.slot], queries.parity);
+    const Work& work = shared.work[works.slot];
+    if (!work.exists) return false;
+    const config::Sequence& s = work.sequence;
+    const int first = work.first_query + warpgroup * kWarpgroupRows;
+    const int last = min(first + kWarpgroupRows, s.q_len) - 1;
+    const config::KeyRange latest = config::visible_keys(p, s, last);
+    const int end = config::lesser(config::visible_keys(p, s, first).end, s.k_len);
+    now = {.slot = queries.slot,
+           .work_slot = works.slot,
+           .tile = work.last_tile - 1,
+           .first_tile = work.first_tile,
+           .whole_begin = ceil_div(latest.begin, Tile::kKeys),
+           .whole_end = end / Tile::kKeys,
+           .skip = 0};
+    if constexpr (!Tile::kTurns) {
+      now.skip = now.tile - max(ceil_div(latest.end, Tile::kKeys) - 1, now.first_tile);
+      now.tile -= now.skip;
+    }
+    queries.next();
+    works.next();
+    return true;
+  }
+
+  __device__ __forceinline__ void issue_scores(int k_slot) {
+    const std::uint64_t q = ptx::swizzled_operand(
+        shared.q[now.slot][0][warpgroup * kWarpgroupRows], 16, 8 * kRowBytes);
+    const std::uint64_t k = ptx::swizzled_operand(shared.kv[k_slot], 16, 8 * kRowBytes);
+    constexpr int kSteps = kRowBytes / kStepBytes;
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Tile::kSize / 16; ++i) {
+      const int part = i / kSteps, within = i % kSteps * kStepBytes;
+      ptx::WgmmaShared<Tile::kKeys, T>::mma(scores,
+                                            q + (part * Tile::kQueries * kRowBytes + within) / 16,
+                                            k + (part * Tile::kKeys * kRowBytes + within) / 16,
+                                            i != 0);
+    }
+    ptx::wgmma_commit();
+  }
+
+  __device__ __forceinline__ void issue_values(int v_slot) {
+    const std::uint64_t v =
+        ptx::swizzled_operand(shared.kv[v_slot], Tile::kKeys * kRowBytes, 8 * kRowBytes);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys / 16; ++i)
+      ptx::WgmmaRegisters<Tile::kSize, T>::mma(sums, weights[i], v + i * 16 * kRowBytes / 16);
+    ptx::wgmma_commit();
+  }
+
+  /// Hides what this thread's rows do not see of a tile at an edge.
+  __device__ __forceinline__ void mask() {
+    const Work& work = shared.work[now.work_slot];
+    const int thread = ptx::thread_index(), begin = now.tile * Tile::kKeys + thread % 4 * 2;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const config::KeyRange sees =
+          config::visible_keys(p, work.sequence, work.first_query + row_of(thread) + 8 * r);
+      const int first = sees.begin - begin;
+      const int limit = config::lesser(sees.end, work.sequence.k_len) - begin;
+#pragma unroll
+      for (int i = 0; i < Tile::kKeys / 8; ++i)
+#pragma unroll
+        for (int c = 0; c < 2; ++c)
+          if (8 * i + c < first || 8 * i + c >= limit)
+            scores[i][2 * r + c] = device::kMinusInfinity;
+    }
+  }
+
+  /// Products become weights; what was gathered before is to be multiplied with keep[].
+  __device__ __forceinline__ void take_softmax(float (&keep)[2]) {
+    float unit = p.scale * device::kLog2E;
+    if (p.softcap > 0.0f) {
+      unit = device::kLog2E;
+#pragma unroll
+      for (auto& piece : scores)
+#pragma unroll
+        for (float& score : piece) score = device::capped(score * p.scale, p.softcap);
+    }
+    if (now.tile < now.whole_begin || now.tile >= now.whole_end) mask();
+    softmax.weigh(scores, keep, unit);
+  }
+
+  /// ptxas moves arithmetic behind a wait for the tensor cores wherever nothing stops it, and then the
+  /// softmax does not run beside them. This store needs some of the weights, and stays before the wait.
+  /// H200, head size 128, 16k keys, full: 576 TFLOP/s without it, 595 with it.
+  __device__ __forceinline__ void anchor() {
+    constexpr int kLast = Tile::kKeys / 8 - 1;
+    volatile float* to = &shared.anchor[threadIdx.x - kWarpgroup];
+    *to = scores[kLast][0] + scores[kLast][1] + scores[kLast][2] + scores[kLast][3];
+  }
+
+  __device__ __forceinline__ void round_weights() {
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys / 16; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float(&piece)[4] = scores[2 * i + j / 2];
+        weights[i][j] = attention_tile::pack<T>(piece[j % 2 * 2], piece[j % 2 * 2 + 1]);
+      }
+  }
+
+  /// Values of slots outside the sequence may be NaN, and 0 * NaN must not reach the sums: they
+  /// become zero. All consumers meet here, so none may be holding the turn.
+  __device__ __forceinline__ void clear_unused_values(const Current& of, int tile,
+                                                      const Ring<Tile::kSlots>& values) {
+    const config::Sequence& s = shared.work[of.work_slot].sequence;
+    const int begin = tile * Tile::kKeys;
+    const bool ends_tensor = p.cu_k == nullptr && p.block_tables == nullptr;  // zeros come past it
+    if (begin >= s.k_start && (ends_tensor || begin + Tile::kKeys <= s.k_len)) return;
+    ptx::mbarrier_wait(&shared.full[values.slot], values.parity);
+    constexpr int kChunks = Tile::kSize / 8;
+#pragma unroll 1
+    for (int i = ptx::thread_index() - kWarpgroup; i < Tile::kKeys * kChunks;
+         i += Tile::kConsumerThreads) {
+      const int n = i / kChunks, chunk = i % kChunks;
+      if (begin + n >= s.k_start && begin + n < s.k_len) continue;
+      auto* piece = &shared.kv[values.slot][chunk / 8][n][chunk % 8 * 8];
+      *reinterpret_cast<uint4*>(piece) = uint4{};
+    }
+    ptx::fence_async_shared();
+    ptx::named_barrier_sync(kValuesCleared, Tile::kConsumerThreads);  // all zeros are written
+  }
+
+  __device__ __forceinline__ void clear_sums() {
+#pragma unroll
+    for (auto& piece : sums)
+#pragma unroll
+      for (float& sum : piece) sum = 0.0f;
+  }
+
+  __device__ __forceinline__ void gather_warps() const {
+    ptx::named_barrier_sync(kTogether + warpgroup, kWarpgroup);
+  }
+
+  /// Lets a tile go that no row of this warpgroup sees.
+  __device__ __forceinline__ void drop() {
+    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+    gather_warps();  // each has seen it come: after the release the slot may be filled again
+    release(&shared.free[ring.slot]);
+    ring.next();
+  }
+
+  /// The scores of a work's first tile, with no values to multiply beside them. `dropped`: the keys of
+  /// the first tile to skip are gone already.
+  __device__ __forceinline__ void start_work(bool dropped) {
+    if (now.skip > 0 && !dropped) drop();
+#pragma unroll 1
+    for (int tile = now.tile + now.skip; tile > now.tile + 1; --tile) {
+      drop();
+      clear_unused_values(now, tile, ring);
+      drop();
+    }
+    softmax = {};
+    clear_sums();
+    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+    await_turn();
+    issue_scores(ring.slot);
+    pass_turn();
+    ptx::wgmma_wait<0>();
+    ptx::hold_registers(scores);
+    release(&shared.free[ring.slot]);
+    ring.next();
+    if (now.skip > 0) {
+      clear_unused_values(now, now.tile + 1, ring);
+      drop();
+    }
+    float keep[2];
+    take_softmax(keep);
+    softmax.add(scores, keep);
+    round_weights();
+  }
+
+  /// The scores of this tile and beside them, on the tensor cores, the values of the one before.
+  /// `ended`: that was the last of its work, `before`.
+  __device__ __forceinline__ void step(bool ended, const Current& before) {
+    const Ring<Tile::kSlots> keys = ring;
+    ring.next();
+    const Ring<Tile::kSlots> values = ring;
+    ring.next();
+    clear_unused_values(before, before.tile, values);
+    ptx::mbarrier_wait(&shared.full[keys.slot], keys.parity);
+    await_turn();
+    issue_scores(keys.slot);
+    ptx::mbarrier_wait(&shared.full[values.slot], values.parity);
+    issue_values(values.slot);
+    pass_turn();
+    ptx::wgmma_wait<1>();
+    ptx::hold_registers(scores);
+    release(&shared.free[keys.slot]);
+    const device::LazySoftmax old = softmax;
+    if (ended) softmax = {};
+    float keep[2];
+    take_softmax(keep);
+    anchor();
+    ptx::wgmma_wait<0>();
+    ptx::hold_registers(sums);
+    release(&shared.free[values.slot]);
+    if (ended) {
+      store(before, old);
+      clear_sums();
+    } else if (device::any_lane(keep[0] != 1.0f || keep[1] != 1.0f)) {
+#pragma unroll
+      for (auto& piece : sums)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) piece[c] *= keep[c / 2];
+    }
+    // Not before: beside the exponentials each addition would wait for its own, three at a time.
+    softmax.add(scores, keep);
+    round_weights();
+  }
+
+  /// The values of a work's last tile, with no scores beside them.
+  __device__ __forceinline__ void finish_work(const Current& of) {
+    clear_unused_values(of, of.tile, ring);
+    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+    issue_values(ring.slot);
+    ptx::wgmma_wait<0>();
+    ptx::hold_registers(sums);
+    release(&shared.free[ring.slot]);
+    ring.next();
+    if constexpr (Tile::kQuerySlots == 1) gather_warps();  // the output overwrites what all read
+    store(of, softmax);
+  }
+
+  /// The warp's 16 rows through shared memory, 16-byte pieces swizzled by row, to whole lines.
+  __device__ __forceinline__ void store(const Current& of, device::LazySoftmax softmax) {
+    const int thread = ptx::thread_index(), lane = thread % device::kWarpSize, row = row_of(thread);
+    const Work& work = shared.work[of.work_slot];
+    const int first_query = work.first_query, q_len = work.sequence.q_len;
+    const int batch = work.batch, head = work.head;
+    const std::int64_t q_begin = work.sequence.q_begin;
+    auto& out = shared.q[of.slot];
+    softmax.join_quad();
+    const float sink = attention_tile::sink_of(p, head);
+    const device::RowEnd ends[2] = {softmax.end(0, sink), softmax.end(1, sink)};
+    if (lane % 4 == 0) {
+      float* to = p.lse + batch * p.stride_lse_batch + head * p.stride_lse_head + q_begin +
+                  first_query + row;
+      if (first_query + row < q_len) to[0] = ends[0].lse;
+      if (first_query + row + 8 < q_len) to[8] = ends[1].lse;
+    }
+#pragma unroll
+    for (int i = 0; i < Tile::kSize / 8; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        T* to = &out[i / 8][row + 8 * r][((i % 8) ^ (row % 8)) * 8 + lane % 4 * 2];
+        *reinterpret_cast<std::uint32_t*>(to) = attention_tile::pack<T>(
+            sums[i][2 * r] * ends[r].factor, sums[i][2 * r + 1] * ends[r].factor);
+      }
+    __syncwarp();  // the warp's rows are in shared memory
+    constexpr int kPieces = Tile::kSize / 8, kRowsAtOnce = device::kWarpSize / kPieces;
+    const int j = lane % kPieces, in_tile = row - lane / 4 + lane / kPieces;
+    const int left = j * 8 < p.head_dim ? q_len - first_query - in_tile : 0;  // rows of this lane
+    const std::int64_t width = std::int64_t{p.heads} * p.head_dim;
+    T* to = static_cast<T*>(p.out) + batch * p.stride_out_batch +
+            (q_begin + first_query + in_tile) * width + head * p.head_dim + j * 8;
+    device::Vec<T> pieces[16 / kRowsAtOnce];
+#pragma unroll
+    for (int i = 0; i < 16; i += kRowsAtOnce)
+      pieces[i / kRowsAtOnce] =
+          device::load(&out[j / 8][in_tile + i][((j % 8) ^ ((in_tile + i) % 8)) * 8]);
+#pragma unroll
+    for (int i = 0; i < 16; i += kRowsAtOnce)
+      if (i < left) device::store(to + i * width, pieces[i / kRowsAtOnce]);
+    __syncwarp();  // the rows are read before the next queries come
+    if (lane == 0) ptx::mbarrier_arrive(&shared.q_free[of.slot]);
+  }
+
+  __device__ __forceinline__ void run() {
+    if (warpgroup == Tile::kConsumers - 1) pass_turn();  // warpgroup 0 begins
+    bool more = begin_work(), dropped = false;
+    while (more) {
+      start_work(dropped);
+      dropped = false;
+      Current before;
+      for (;;) {
+        before = now;
+        const bool ends = now.tile == now.first_tile;
+        if (!ends) {
+          --now.tile;
+        } else {
+          if (Tile::kQuerySlots == 1 || !(more = begin_work())) break;
+          if (now.skip > 0) {  // the next work's first keys lie before this one's last values
+            drop();
+            dropped = true;
+            break;
+          }
+        }
+        step(Tile::kQuerySlots > 1 && ends, before);
+      }
+      finish_work(before);
+      if (Tile::kQuerySlots == 1) more = begin_work();
+    }
+  }
+};
+
+}  // namespace ridgeline::attention_sm90
