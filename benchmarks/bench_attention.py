@@ -67,12 +67,42 @@ def prefill(bench: Bench, dim: int, length: int, causal: bool) -> None:
         measure(bench, impl, "attention", call=sdpa(backend, causal), **shared)
 
 
+def packed(bench: Bench, lengths: list[int], name: str) -> None:
+    """Causal prefill of sequences side by side, grouped heads."""
+    ends = torch.tensor([0, *lengths]).cumsum(0).int().to(bench.device)
+    total, longest = sum(lengths), max(lengths)
+
+    def make() -> list[Tensor]:
+        shapes = [(total, HEADS, DIM)] + [(total, KV_HEADS, DIM)] * 2
+        return [torch.randn(s, device=bench.device, dtype=torch.bfloat16) for s in shapes]
+
+    fields = {"dtype": "bfloat16", "B": len(lengths), "Sq": longest, "Sk": longest, "Hq": HEADS,
+              "Hkv": KV_HEADS, "D": DIM, "causal": True, "lengths": name}  # fmt: skip
+    bench.measure(
+        op="attention_varlen", impl="ridgeline", make=make, fields=fields,
+        call=lambda q, k, v: ops.attention_varlen(q, k, v, ends, ends, longest, longest),
+        cost=op_cost("attention_varlen", *make(), ends, ends, longest, longest),
+    )  # fmt: skip
+
+
+def mixed_lengths(total: int) -> list[int]:
+    """Lengths from 64 to 8192 with odds of 1 / length, the same in every run."""
+    draw = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while sum(lengths) < total:
+        length = int(64 * 128.0 ** torch.rand((), generator=draw).item())
+        lengths.append(min(length, total - sum(lengths)))
+    return lengths
+
+
 class Cache:
     """One layer's paged cache of `batch` sequences of one length, blocks in random order."""
 
-    def __init__(self, device: str, batch: int, length: int, q_len: int, kv: torch.dtype) -> None:
-        count = -(-length // BLOCK)
-        shape = (batch * count + 1, KV_HEADS, BLOCK, DIM)
+    def __init__(
+        self, device: str, batch: int, length: int, q_len: int, kv: torch.dtype, block: int
+    ) -> None:
+        count = -(-length // block)
+        shape = (batch * count + 1, KV_HEADS, block, DIM)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
         kv = dtype if kv == torch.bfloat16 else kv
         self.k, self.v = (
@@ -92,7 +122,9 @@ class Cache:
         return [self.q, self.k, self.v, self.tables, self.lengths, self.cu_q, *self.scales]
 
 
-def paged(bench: Bench, batch: int, length: int, q_len: int, kv: torch.dtype) -> None:
+def paged(
+    bench: Bench, batch: int, length: int, q_len: int, kv: torch.dtype, block: int = BLOCK
+) -> None:
     def call(
         q: Tensor, k: Tensor, v: Tensor, tables: Tensor, lengths: Tensor, cu_q: Tensor,
         k_scale: Tensor | None = None, v_scale: Tensor | None = None,
@@ -102,17 +134,17 @@ def paged(bench: Bench, batch: int, length: int, q_len: int, kv: torch.dtype) ->
             q, k, v, tables, lengths, offsets, max_q=q_len, k_scale=k_scale, v_scale=v_scale
         )
 
-    sample = Cache(bench.device, batch, length, q_len, kv)
+    sample = Cache(bench.device, batch, length, q_len, kv, block)
     cost = op_cost(
         "paged_attention", sample.q, sample.k, sample.v, sample.tables, sample.lengths,
         sample.cu_q, k_scale=sample.scales[0] if sample.scales else None,
     )  # fmt: skip
     fields = {"dtype": str(sample.q.dtype).removeprefix("torch."), "B": batch, "L": length,
-              "q_len": q_len, "Hq": HEADS, "Hkv": KV_HEADS, "D": DIM, "block": BLOCK,
+              "q_len": q_len, "Hq": HEADS, "Hkv": KV_HEADS, "D": DIM, "block": block,
               "kv_dtype": str(sample.k.dtype).removeprefix("torch.")}  # fmt: skip
     bench.measure(
         op="paged_attention", impl="ridgeline", call=call, cost=cost, fields=fields,
-        make=lambda: Cache(bench.device, batch, length, q_len, kv).inputs(), reads_only=True,
+        make=lambda: Cache(bench.device, batch, length, q_len, kv, block).inputs(), reads_only=True,
     )  # fmt: skip
     if q_len == 1 and not sample.scales:
         contiguous_decode(bench, batch, length, cost, fields)
@@ -163,8 +195,12 @@ def main() -> None:
         if bench.device != "cpu":
             paged(bench, batch, length, 1, torch.float8_e4m3fn)
     if bench.device != "cpu":
-        paged(bench, 1, 4096, 4096, torch.bfloat16)
+        for block in (BLOCK, 16):
+            paged(bench, 1, 4096, 4096, torch.bfloat16, block)
         paged(bench, 8, 4096, 5, torch.bfloat16)
+        packed(bench, [4096], "one")
+        packed(bench, [2048] * 16, "uniform")
+        packed(bench, mixed_lengths(2 * TOKENS), "mixed")
     merge(bench)
 
 
