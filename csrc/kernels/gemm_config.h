@@ -15,7 +15,7 @@ constexpr int kMaxSegments = 8;     // warps a block of the few-row kernel has
 constexpr int kStreamRows = 16;     // the few-row kernel's most rows: one m16 operand
 constexpr int kFewRows = 64;        // up to here own kernels beat the library's
 constexpr int kStripsRows = 8;      // Hopper: the most rows of the strips kernel, ...
-constexpr int kStripsDenseRows = 8; // ... and where cuBLASLt can take the others
+constexpr int kStripsInt4Rows = 16; // ... and of int4
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kExpandSums = 256 * 128;  // of a tile of the expanding kernel
 constexpr int kTileCols = 128;      // weight rows a block of the tile kernel owns
@@ -24,7 +24,7 @@ constexpr int kBlocksWanted =
     132;  // fewer tiles than this leave SMs idle: K is split over the grid
 
 enum class Path : std::uint8_t {
-  kStrips,   // Hopper, up to 8 rows: each block streams whole strips of the weight
+  kStrips,   // Hopper, up to 8 rows, int4 16: each block streams whole strips of the weight
   kCluster,  // Hopper, up to 64 rows: tiles of the weight, K split over a cluster of blocks
   kStream,   // up to 16 rows: each warp streams a strip of the weight
   kTile,     // shared-memory tiles
@@ -106,7 +106,7 @@ constexpr bool is_for_hopper(const Shape& shape) {
 constexpr bool is_for_strips(const Shape& shape) {
   const bool whole_groups = shape.format != WeightFormat::kInt4 ||
                             shape.group % kBlockCols == 0 || shape.group >= shape.K;
-  const int most = shape.format == WeightFormat::kDense ? kStripsDenseRows : kStripsRows;
+  const int most = shape.format == WeightFormat::kInt4 ? kStripsInt4Rows : kStripsRows;
   return shape.M <= most && whole_groups && strips_bytes(shape) <= 2 * kShareOfSm;
 }
 

@@ -189,10 +189,17 @@ __global__ void __launch_bounds__(Cut::kWarps * 32, Cut::kResident)
 #endif
 }
 
-/// How work is cut: blocks an SM; warps of a block, and the ring of each: stages of so many boxes.
-/// Registers are for kResident blocks, of this kernel and of the one after it.
+/// How work is cut: blocks an SM, of kResident that fit; warps of a block, and the ring of each:
+/// stages of so many boxes.
 struct OneBlock {
   static constexpr int kBlocks = 1, kResident = 2, kWarps = 8, kStages = 2, kBoxes = 2;
+};
+
+/// Where expansion is what costs, twice the warps: they take the place of the next kernel's. H200,
+/// int4, one row, us alone and chained: 4096 x 28672 28.2 and 27.0 with one block, 22.3 and 20.3
+/// with two; 4096 x 4096 6.8 and 6.5, 6.3 and 5.7.
+struct TwoBlocks {
+  static constexpr int kBlocks = 2, kResident = 2, kWarps = 8, kStages = 1, kBoxes = 2;
 };
 
 // ---- Launch -------------------------------------------------------------------------------------
@@ -207,28 +214,36 @@ CUtensorMap scales_map(const void* data, int element_bytes, int N, int groups) {
                             std::min(groups, kBoxGroups), kStripRows, false, kPromotion);
 }
 
-template <class T, class E, WeightFormat kFormat, bool kFp8X, int kSpan = 1, int kTiles = 1,
-          class Cut = OneBlock>
-void launch(const GemmParams& p, Stream stream) {
-  constexpr auto kKernel = strips_sm90_kernel<T, E, kFormat, kFp8X, kSpan, kTiles, Cut>;
-  constexpr int kWarps = Cut::kWarps, kStages = Cut::kStages, kBoxes = Cut::kBoxes;
-  constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
-  constexpr int kCols = kBoxes * kBoxCols<kFormat>;
-  StripsParams params{.gemm = p};
+/// What of the parameters depends on the cut, and the shared memory of a block.
+template <WeightFormat kFormat, class Cut>
+int plan(StripsParams& params) {
+  const GemmParams& p = params.gemm;
+  constexpr int kCols = Cut::kBoxes * kBoxCols<kFormat>;
   params.paired = is_gated(p.activation) ? 2 : 1;
   params.items = ceil_div(p.N, kStripRows) / params.paired;
   params.chunks = ceil_div(p.K, kCols);
   // Rows of x start in different banks: 16 bytes apart for ldmatrix, 32 for two words a thread.
   params.pitch = params.chunks * kCols * 2 + (kFormat == WeightFormat::kFp8 ? 32 : 16);
-  int shared = sizeof(Shared<kWarps, kStages, kBoxes>) +
-               static_cast<int>(p.M) * (2 * kWarps * kStripRows * 4 + params.pitch);
-  if constexpr (kInt4) {
+  int bytes = sizeof(Shared<Cut::kWarps, Cut::kStages, Cut::kBoxes>) +
+              static_cast<int>(p.M) * (2 * Cut::kWarps * kStripRows * 4 + params.pitch);
+  if (kFormat == WeightFormat::kInt4) {
     params.groups = ceil_div(p.K, p.weight.group);
     params.room = round_up(round_up(params.groups, std::min(params.groups, kBoxGroups)), 8);
     params.ahead = params.groups <= kManyGroups ? kScaleBuffers : kScaleBuffers / 2;
     const int blocks_each = ceil_div(p.weight.group, Int4Layout::kCols);
     params.block_groups = ceil_div(1u << 31, static_cast<unsigned>(blocks_each));
-    shared += params.ahead * params.room * (kScaleBytes + kZeroBytes);
+    bytes += params.ahead * params.room * (kScaleBytes + kZeroBytes);
+  }
+  return bytes;
+}
+
+template <class T, class E, WeightFormat kFormat, bool kFp8X, int kSpan = 1, int kTiles = 1,
+          class Cut = OneBlock>
+void launch(const GemmParams& p, Stream stream) {
+  constexpr auto kKernel = strips_sm90_kernel<T, E, kFormat, kFp8X, kSpan, kTiles, Cut>;
+  StripsParams params{.gemm = p};
+  const int shared = plan<kFormat, Cut>(params);
+  if constexpr (kFormat == WeightFormat::kInt4) {
     params.scales = scales_map(p.weight.scales, 2, p.N, params.groups);
     if (p.weight.zeros) params.zeros = scales_map(p.weight.zeros, 1, p.N, params.groups);
   } else {
@@ -241,36 +256,38 @@ void launch(const GemmParams& p, Stream stream) {
                                        kStripRows, kRowBytes / kBytes, true, kPromotion);
   }
   const int blocks = std::min(params.items, Cut::kBlocks * device::multiprocessors());
-  device::launch_chained<kKernel>(dim3(blocks), dim3(kWarps * 32),
-                                  std::max(shared, gemm_config::kShareOfSm / Cut::kBlocks), stream, params,
+  device::launch_chained<kKernel>(dim3(blocks), dim3(Cut::kWarps * 32),
+                                  std::max(shared, gemm_config::kShareOfSm), stream, params,
                                   "linear: strips");
 }
 
-template <class T, int kTiles>
-void launch_quantized(const GemmParams& p, Stream stream) {
-  constexpr auto kInt4 = WeightFormat::kInt4, kFp8 = WeightFormat::kFp8;
-  if (p.weight.format == kFp8) {
-    if (p.x.dtype == DType::kFloat8E4M3)
-      return launch<T, __half, kFp8, true, 1, kTiles>(p, stream);
-    return launch<T, T, kFp8, false, 1, kTiles>(p, stream);
-  }
-  const bool wide = p.weight.group % (2 * Int4Layout::kCols) == 0 || p.weight.group >= p.K;
-  if (wide) return launch<T, T, kInt4, false, 2, kTiles>(p, stream);
-  launch<T, T, kInt4, false, 1, kTiles>(p, stream);
+template <class T, int kSpan>
+void launch_int4(const GemmParams& p, Stream stream) {
+  constexpr auto kInt4 = WeightFormat::kInt4;
+  if (p.M > kTokens) return launch<T, T, kInt4, false, kSpan, 2>(p, stream);
+  StripsParams params{.gemm = p};
+  if (plan<kInt4, TwoBlocks>(params) <= gemm_config::kShareOfSm)
+    return launch<T, T, kInt4, false, kSpan, 1, TwoBlocks>(p, stream);
+  launch<T, T, kInt4, false, kSpan>(p, stream);
 }
 
 template <class T>
 void launch_format(const GemmParams& p, Stream stream) {
-  if (p.weight.format == WeightFormat::kDense)
-    return launch<T, T, WeightFormat::kDense, false>(p, stream);
-  if (p.M <= kTokens) return launch_quantized<T, 1>(p, stream);
-  launch_quantized<T, 2>(p, stream);
+  constexpr auto kDense = WeightFormat::kDense, kFp8 = WeightFormat::kFp8;
+  if (p.weight.format == kDense) return launch<T, T, kDense, false>(p, stream);
+  if (p.weight.format == kFp8) {
+    if (p.x.dtype == DType::kFloat8E4M3) return launch<T, __half, kFp8, true>(p, stream);
+    return launch<T, T, kFp8, false>(p, stream);
+  }
+  const bool wide = p.weight.group % (2 * Int4Layout::kCols) == 0 || p.weight.group >= p.K;
+  if (wide) return launch_int4<T, 2>(p, stream);
+  launch_int4<T, 1>(p, stream);
 }
 
 }  // namespace
 
 void launch_strips(const GemmParams& p, Stream stream) {
-  const int most = p.weight.format == WeightFormat::kDense ? kTokens : 2 * kTokens;
+  const int most = p.weight.format == WeightFormat::kInt4 ? 2 * kTokens : kTokens;
   check(p.M <= most, "linear: the strips kernel takes at most ", most, " rows, got ", p.M);
   if (p.dtype == DType::kFloat16) return launch_format<__half>(p, stream);
   launch_format<__nv_bfloat16>(p, stream);

@@ -26,9 +26,9 @@ def linear(
 ) -> Tensor:
     """``act(x @ weight.T + bias) + residual``, with float32 products and sums.
 
-    On CUDA, up to 64 rows run on kernels of this library, with the epilogue fused; more rows on
-    cuBLASLt, if it can be opened, and the epilogue in a kernel after it where cuBLASLt has none
-    that rounds the same. float32 never uses TF32. On the CPU the product is PyTorch's BLAS.
+    On CUDA, up to 64 rows (Hopper: 8) run on kernels of this library, with the epilogue fused; more
+    rows on cuBLASLt, if it can be opened, and the epilogue in a kernel after it where cuBLASLt has
+    none that rounds the same. float32 never uses TF32. On the CPU the product is PyTorch's BLAS.
 
     Args:
         x: ``[..., K]``, float32, float16 or bfloat16; last dimension contiguous.
@@ -143,13 +143,14 @@ def fp8_linear(
     Args:
         x: ``[..., K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded to
             that dtype, exactly; or float8_e4m3fn with ``x_scale``: both are expanded, exactly, or,
-            on Hopper with more than 64 rows and a weight scale that is no block's, multiplied as
-            they are: the tensor cores keep 14 bits of a sum of 256 columns, which is added in
-            float32.
+            on Hopper with more than 8 rows (of more than 64, where the weight scale is no block's),
+            multiplied as they are: the tensor cores keep 14 bits of a sum of 128 columns (256 of
+            more than 64 rows), which is added in float32.
         weight: ``[N, K]``, float8_e4m3fn; last dimension contiguous.
         weight_scale: float32: one value, or ``[N]``, applied to the product in float32; or
             ``[ceil(N / 128), ceil(K / 128)]``, one a 128 x 128 block, applied to the expanded
-            weight and, on CUDA, rounded to the dtype of the output.
+            weight and, on CUDA, rounded to the dtype of the output; on Hopper up to 64 rows
+            applied to sums in float32.
         x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
         out_dtype: of the output, for a float8 ``x``; None: bfloat16. Otherwise the dtype of ``x``.
         bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
