@@ -14,7 +14,7 @@ class RowWeight {
   // Beside eight pieces they would take the registers that a second block on the SM needs.
   static constexpr bool kKept = kAhead && !kFloat && Row::kHeld && Row::kPieces <= 4;
 
-  /// `data` null stands for zeros.
+  /// `data` null stands for zeros; beside a full row it is never null.
   __device__ RowWeight(const Row& row, const void* data)
       : held_(row), data_(static_cast<const Stored*>(data)) {}
 
@@ -26,7 +26,7 @@ class RowWeight {
   }
 
   __device__ Vec<float, Row::kWidth> at(int i, int column) const {
-    if (data_ == nullptr) return {};
+    if (!Row::kFull && data_ == nullptr) return {};
     if constexpr (kKept) return floats(held_.piece(i));
     return floats(load_vec<Row::kWidth>(data_ + column));
   }

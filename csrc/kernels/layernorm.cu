@@ -131,13 +131,14 @@ void layernorm(const LayerNormParams& params, Stream stream) {
       .cols = params.cols,
       .vectors = device::all_aligned(16, {params.x, params.weight, params.bias, params.y},
                                      {x_bytes, params.cols * element}),
-      .lines = device::all_aligned(128, {params.x}, {x_bytes})};
+      .lines = device::all_aligned(128, {params.x}, {x_bytes}),
+      .full = params.bias != nullptr && rows > kFewRows};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    device::dispatch_row<T, false>(layout, [&](auto row_type, int threads) {
+    device::dispatch_row<T, false, false, true>(layout, [&](auto row_type, int threads) {
       using Row = typename decltype(row_type)::type;
       dispatch_bool(params.activation != Activation::kNone, [&](auto has_activation) {
-        constexpr bool kCanSplit = Row::kPieces == kParts;
+        constexpr bool kCanSplit = Row::kPieces == kParts && !Row::kFull;
         dispatch_bool(kCanSplit && rows <= kFewRows, [&](auto few) {
           constexpr bool kSplit = few() && kCanSplit;  // elsewhere both are one kernel
           dispatch_bool(float_weights, [&](auto is_float) {

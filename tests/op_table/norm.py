@@ -90,6 +90,7 @@ def row_samples(**weights: int) -> list[Sample]:
         sample("rows whose stride is off 16 bytes", offset_rows(4, 64, 67, 0), 64),
         sample("four pieces a thread, the last warp partly idle", normal(2, 8200), 8200),
         sample("four full pieces a thread", normal(2, 4096), 4096),
+        sample("more rows than SMs, each one full warp", normal(133, 1024), 1024),
         sample("eight pieces a thread", normal(2, 20000), 20000),
         sample("more rows than SMs, and than 4 MB hold", normal(140, 16384), 16384),
         sample("the widest row of 16-bit values in registers", normal(1, WIDEST_HELD), WIDEST_HELD),
