@@ -242,9 +242,11 @@ def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
     assert plan(8, 4096, 28672, hopper=True, format="fp8")["path"] == "cluster"
 
 
-@pytest.mark.parametrize(("N", "segments"), [(4096, 8), (6144, 4), (28672, 1)])
-def test_a_cluster_fills_the_machine(N: int, segments: int) -> None:
-    assert plan(64, N, 4096, hopper=True, format="int4")["segments"] == str(segments)
+@pytest.mark.parametrize(
+    ("N", "K", "segments"), [(4096, 4096, 4), (4096, 14336, 8), (6144, 4096, 4), (28672, 4096, 1)]
+)
+def test_a_cluster_fills_the_machine(N: int, K: int, segments: int) -> None:
+    assert plan(64, N, K, hopper=True, format="int4")["segments"] == str(segments)
 
 
 def test_small_grids_are_split_and_large_ones_are_not() -> None:

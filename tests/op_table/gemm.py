@@ -203,6 +203,8 @@ INT4 = OpCase(
                weight=_int4_weight(64, 256, 128, True, False)),
         Sample("K long: every split", x=normal(3, 8192),
                weight=_int4_weight(32, 8192, 128, True, False)),
+        Sample("K long, 17 rows: a cluster", x=normal(17, 8192),
+               weight=_int4_weight(32, 8192, 128, True, False)),
     ],
     errors=[
         Error(r"x.*64.*\[2, 32\]", x=normal(2, 32), dtype=torch.bfloat16,
@@ -295,6 +297,8 @@ FP8 = OpCase(
         Sample("subnormals of e4m3", x=normal(3, 64), weight=fp8(32, 64, scale=0.005),
                weight_scale=_positive(32)),
         Sample("K long: every split", x=normal(3, 8192), weight=fp8(32, 8192),
+               weight_scale=_positive(32)),
+        Sample("K long, 17 rows: a cluster", x=normal(17, 8192), weight=fp8(32, 8192),
                weight_scale=_positive(32)),
     ],
     errors=[
