@@ -96,9 +96,9 @@ __device__ __forceinline__ std::uint32_t pack(float first, float second) {
   return *reinterpret_cast<std::uint32_t*>(&pair);
 }
 
-/// A warpgroup's sums on their way to what is not plain: 64 x 64, rows are those of x. Eight columns
-/// move as one so that the eight rows of a fragment, by columns or transposed, lie in different
-/// banks.
+/// A warpgroup's sums on their way to what is not plain: 64 x 64, rows are those of x. Eight
+/// columns move as one so that the eight rows of a fragment, by columns or transposed, lie in
+/// different banks.
 constexpr int kChunk = 64;
 struct Chunk {
   float sums[kChunk * kChunk];

@@ -1,252 +1,17 @@
 #include <algorithm>
 
-#include "device/dequant.cuh"
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
 #include "device/ptx/wgmma_rows.cuh"
 #include "kernels/gemm_launch.cuh"
-#include "kernels/gemm_sm90.cuh"
+#include "kernels/gemm_sm90_expand.cuh"
 
 namespace ridgeline::gemm_detail {
 namespace {
 
-using namespace gemm_sm90;
-
-// ---- Constants ----------------------------------------------------------------------------------
-
-constexpr int kDepth = 64;  // columns of K a stage
-constexpr int kSteps = 2;   // of 16 columns, whose weights are in registers at a time
-constexpr int kStepBytes = 32;
-constexpr int kSumsOfThread = 128;
-
-/// kBands bands of 64 weight rows a warpgroup, by as many rows of x as its registers hold sums of:
-/// one band and 256 rows expand each weight half as often, two bands and 128 rows suit fewer rows.
-template <class T_, WeightFormat kFormat_, int kBands_, int kStages_>
-struct Tile {
-  using T = T_;
-  static constexpr WeightFormat kFormat = kFormat_;
-  static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
-  static constexpr int kBands = kBands_;
-  static constexpr int kRows = 2 * kSumsOfThread / kBands;     // of x: wgmma's columns
-  static constexpr int kBoxCols = kBands * kWarpgroupRows;     // weight rows of half a tile
-  static constexpr int kStages = kStages_;
-  static constexpr int kBoxBytes = kBoxCols * kDepth / (kInt4 ? 2 : 1);
-};
-
-struct Launch {
-  GemmParams gemm;
-  CUtensorMap x, weight, scales, zeros, y;
-  Tiles tiles;
-  float* partials;  // [segments, M, N] where the epilogue is another kernel's; else null
-  int segments;     // of K
-  int steps;        // stages a segment
-  int all_steps;
-  int groups;       // scales a stage has of each row: 1 or 2; int4
-};
-
-// ---- Shared memory ------------------------------------------------------------------------------
-
-template <class Tile>
-struct Shared {
-  using T = typename Tile::T;
-
-  alignas(1024) T x[Tile::kStages][Tile::kRows][kDepth];
-  alignas(1024) std::uint8_t weight[Tile::kStages][2][Tile::kBoxBytes];
-  union {
-    alignas(1024) T out[kConsumers][2][kChunk][kOutColumns];
-    Chunk chunks[kConsumers];
-  };
-  struct Scales {
-    alignas(128) T of[2][2][Tile::kBoxCols];  // of 32 columns of K, of a half of the tile
-    alignas(128) std::uint8_t zeros[2][2][round_up(Tile::kBoxCols, 128)];
-  };
-  alignas(128) Scales scales[Tile::kInt4 ? Tile::kStages : 1];
-  alignas(8) std::uint64_t full[Tile::kStages], free[Tile::kStages];
-};
-
-// ---- Work ---------------------------------------------------------------------------------------
-
-struct Work {
-  Place place;
-  int segment, first_step, steps;
-};
-
-/// Calls fn(work) for each tile and segment of this block.
-template <class Fn>
-__device__ __forceinline__ void for_each_work(const Launch& launch, Fn&& fn) {
-  const int tiles = launch.tiles.along_m * launch.tiles.along_n;
-  for (int i = static_cast<int>(blockIdx.x); i < tiles * launch.segments;
-       i += static_cast<int>(gridDim.x)) {
-    Work work{.place = place_of(launch.tiles, i % tiles), .segment = i / tiles};
-    work.first_step = work.segment * launch.steps;
-    work.steps = max(0, min(launch.steps, launch.all_steps - work.first_step));
-    fn(work);
-  }
-}
-
-/// Whether the halves of a tile are gate and up; the kernel that adds segments pairs them itself.
-__device__ __forceinline__ bool is_paired(const Launch& launch) {
-  return is_gated(launch.gemm.activation) && launch.partials == nullptr;
-}
-
-/// First weight row of a half of tile `n`: halves follow each other, or are gate and up.
-template <class Tile>
-__device__ __forceinline__ int weight_row(const Launch& launch, int n, int half) {
-  return is_paired(launch) ? n * Tile::kBoxCols + half * (launch.gemm.N / 2)
-                           : (2 * n + half) * Tile::kBoxCols;
-}
-
-/// Where a warpgroup's band lies: in which half, and its first row there. Two bands: one of each
-/// half, so that a thread holds a gate and its up row.
-template <class Tile>
-__device__ __forceinline__ int half_of(int warpgroup, int band) {
-  return Tile::kBands == 2 ? band : warpgroup;
-}
-template <class Tile>
-__device__ __forceinline__ int first_in_half(int warpgroup) {
-  return Tile::kBands == 2 ? warpgroup * kWarpgroupRows : 0;
-}
-
-// ---- Producer -----------------------------------------------------------------------------------
-
-template <class Tile>
-__device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared) {
-  const GemmParams& p = launch.gemm;
-  const bool has_zeros = p.weight.zeros != nullptr;
-  int bytes = sizeof(shared.x[0]) + sizeof(shared.weight[0]);
-  if (Tile::kInt4)
-    bytes += launch.groups * 2 * Tile::kBoxCols *
-             static_cast<int>(sizeof(typename Tile::T) + (has_zeros ? 1 : 0));
-  Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
-  for_each_work(launch, [&](const Work& work) {
-    for (int k = work.first_step; k < work.first_step + work.steps; ++k, ring.next()) {
-      const int s = ring.stage;
-      std::uint64_t* full = &shared.full[s];
-      ptx::mbarrier_wait(&shared.free[s], ring.parity);
-      ptx::mbarrier_expect(full, bytes);
-      ptx::copy_matrix(shared.x[s], &launch.x, full, k * kDepth, work.place.m * Tile::kRows);
-      for (int half = 0; half < 2; ++half) {
-        const int row = weight_row<Tile>(launch, work.place.n, half);
-        if constexpr (Tile::kInt4) {
-          ptx::copy_matrix(shared.weight[s][half], &launch.weight, full, k * Int4Layout::kWords,
-                           row / Int4Layout::kRows);
-          for (int i = 0; i < launch.groups; ++i) {
-            const int group = (k * kDepth + i * 32) / p.weight.group;
-            ptx::copy_matrix(shared.scales[s].of[i][half], &launch.scales, full, row, group);
-            if (has_zeros)
-              ptx::copy_matrix(shared.scales[s].zeros[i][half], &launch.zeros, full, row, group);
-          }
-        } else {
-          ptx::copy_matrix(shared.weight[s][half], &launch.weight, full, k * kDepth, row);
-        }
-      }
-    }
-  });
-}
+using namespace gemm_expand;
 
 // ---- Consumer -----------------------------------------------------------------------------------
-
-/// The weights of 16 rows a warp of each band, 32 columns of K, as wgmma's A.
-template <class Tile>
-struct Fragments {
-  std::uint32_t a[Tile::kBands][kSteps][4];
-};
-
-/// What a warp holds of a stage while it expands it.
-template <class Tile>
-struct Weights {
-  using T = typename Tile::T;
-
-  const Shared<Tile>& shared;
-  const Launch& launch;
-  Consumer me;
-  std::uint32_t words[Tile::kBands][4];                           // int4
-  device::Pair<T> scale[Tile::kBands][2], zero[Tile::kBands][2];  // int4
-  const float* blocks[Tile::kBands];                              // fp8: scales of 128 columns each
-  float block_scale[Tile::kBands];
-
-  __device__ __forceinline__ int row() const {
-    return first_in_half<Tile>(me.warpgroup) + me.warp * 16 + me.quad;
-  }
-
-  __device__ __forceinline__ void load_scales(int stage, int group) {
-    const auto& scales = shared.scales[stage];
-    const bool has_zeros = launch.gemm.weight.zeros != nullptr;
-#pragma unroll
-    for (int band = 0; band < Tile::kBands; ++band)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int half = half_of<Tile>(me.warpgroup, band);
-        const T value = scales.of[group][half][row() + 8 * r];
-        scale[band][r] = device::Pair<T>{value, value};
-        if (has_zeros)
-          zero[band][r] = device::int4_zero<T>(scales.zeros[group][half][row() + 8 * r]);
-      }
-  }
-
-  __device__ __forceinline__ bool has_blocks() const {
-    return !Tile::kInt4 && launch.gemm.weight.scale_layout == ScaleLayout::kBlock;
-  }
-
-  __device__ __forceinline__ void start(const Work& work) {
-    const GemmParams& p = launch.gemm;
-#pragma unroll
-    for (int band = 0; band < Tile::kBands; ++band) {
-      for (auto& base : zero[band]) base = device::int4_zero<T>(Int4Layout::kSymmetricZero);
-      if (!has_blocks()) continue;
-      // The warp's 16 rows are in one block: tiles, and the up rows, start at multiples of 16.
-      const int n =
-          weight_row<Tile>(launch, work.place.n, half_of<Tile>(me.warpgroup, band)) + row();
-      blocks[band] = static_cast<const float*>(p.weight.scales) +
-                     std::int64_t{min(n, p.N - 1) / kScaleBlock} * ceil_div(p.K, kScaleBlock);
-    }
-  }
-
-  /// Stage `stage`, which holds columns [64 k, 64 k + 64).
-  __device__ __forceinline__ void load(int stage, int k) {
-#pragma unroll
-    for (int band = 0; band < Tile::kBands; ++band) {
-      if (has_blocks()) block_scale[band] = blocks[band][k / (kScaleBlock / kDepth)];
-      if constexpr (Tile::kInt4) {
-        const int block = row() / Int4Layout::kRows;
-        const uint4 v = *reinterpret_cast<const uint4*>(
-            &shared.weight[stage][half_of<Tile>(me.warpgroup, band)]
-                          [block * Int4Layout::kWords * 4 + me.lane * 16]);
-        words[band][0] = v.x;
-        words[band][1] = v.y;
-        words[band][2] = v.z;
-        words[band][3] = v.w;
-      }
-    }
-    if constexpr (Tile::kInt4) load_scales(stage, 0);
-  }
-
-  /// Columns [32 part, 32 part + 32) of the stage.
-  __device__ __forceinline__ void expand(Fragments<Tile>& to, int stage, int part) {
-    if (Tile::kInt4 && part == 1 && launch.groups == 2) load_scales(stage, 1);
-#pragma unroll
-    for (int band = 0; band < Tile::kBands; ++band) {
-      const std::uint8_t* rows = shared.weight[stage][half_of<Tile>(me.warpgroup, band)];
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          if constexpr (Tile::kInt4) {
-            to.a[band][step][i] = device::expand_int4<T>(words[band][part * kSteps + step], i,
-                                                         zero[band][i % 2], scale[band][i % 2]);
-          } else {
-            // Rows of 64 bytes with the swizzle of their size: chunks of 16 move by row / 2.
-            const int r = row() + 8 * (i % 2), chunk = (part * kSteps + step) ^ (me.quad / 2);
-            const auto pair = *reinterpret_cast<const std::uint16_t*>(
-                rows + r * kDepth + chunk * 16 + i / 2 * 8 + me.in_quad * 2);
-            std::uint32_t& value = to.a[band][step][i];
-            value = device::convert_e4m3_pair<T>(pair);
-            if (has_blocks()) value = device::scale_pair<T>(value, block_scale[band]);
-          }
-        }
-    }
-  }
-};
 
 template <class Tile>
 using Sums = float[Tile::kBands][Tile::kRows / 8][4];
@@ -398,25 +163,26 @@ __device__ __forceinline__ void put_rows(Chunk& chunk, const Sums<Tile>& sums, i
 template <class Tile>
 __device__ __forceinline__ void store_chunks(const Launch& launch, Shared<Tile>& shared,
                                              const Work& work, const Sums<Tile>& sums,
-                                             const Consumer& me) {
+                                             int thread) {
   using T = typename Tile::T;
   const GemmParams& p = launch.gemm;
   const bool paired = is_paired(launch);
   // One band, paired: gates and up rows are in different warpgroups, which finish half the rows
   // each; two bands: a warpgroup puts both into its chunk, the up rows below.
   const bool both = paired && Tile::kBands == 1;
-  Chunk& own = shared.chunks[me.warpgroup];
-  const auto meet = [&] {
-    if (both) {
-      ptx::named_barrier_sync(1 + kConsumers, kConsumers * kWarpgroup);
-    } else {
-      me.meet();
-    }
-  };
   constexpr int kPerBand = Tile::kRows / kChunk;
   const int rows = paired && !both ? kChunk / 2 : kChunk;
 #pragma unroll 1
   for (int c = 0; c < 2 * kSumsOfThread / kChunk; ++c) {
+    const Consumer me(ptx::opaque(thread));  // no addresses of all rounds side by side in registers
+    Chunk& own = shared.chunks[me.warpgroup];
+    const auto meet = [&] {
+      if (both) {
+        ptx::named_barrier_sync(1 + kConsumers, kConsumers * kWarpgroup);
+      } else {
+        me.meet();
+      }
+    };
     const int band = paired ? 0 : c / kPerBand, index = paired ? c : c % kPerBand;
     const int half = paired ? 0 : half_of<Tile>(me.warpgroup, band);
     const Part part{.row = std::int64_t{work.place.m} * Tile::kRows + index * rows,
@@ -487,7 +253,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       if (plain) {
         store_plain<Tile>(launch, shared, work.place, sums, factors, here);
       } else {
-        store_chunks<Tile>(launch, shared, work, sums, here);
+        store_chunks<Tile>(launch, shared, work, sums, static_cast<int>(threadIdx.x));
       }
     });
     if (me.thread == 0) ptx::wait_stores_read<0>();  // shared memory lives until then
@@ -535,14 +301,15 @@ void launch_tiles(const GemmParams& p, int segments, float* partials, int togeth
                                               stream, launch, "linear: expanded weights");
 }
 
-template <class T, WeightFormat kFormat>
+template <class T, WeightFormat kFormat, bool kBlocks>
 void launch_rows(const GemmParams& p, const gemm_config::Config& config, float* partials,
                  Stream stream) {
   constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
   if (config.tile_rows == 256)
-    return launch_tiles<Tile<T, kFormat, 1, kInt4 ? 5 : 4>>(p, config.segments, partials, kTogether,
+    return launch_tiles<Tile<T, kFormat, kBlocks, 1, kInt4 ? 5 : 4>>(p, config.segments, partials,
+                                                                     kTogether, stream);
+  launch_tiles<Tile<T, kFormat, kBlocks, 2, kInt4 ? 7 : 5>>(p, config.segments, partials, kTogether,
                                                             stream);
-  launch_tiles<Tile<T, kFormat, 2, kInt4 ? 7 : 5>>(p, config.segments, partials, kTogether, stream);
 }
 
 }  // namespace
@@ -553,9 +320,11 @@ void launch_expand(const GemmParams& p, const gemm_config::Config& config, float
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (p.weight.format == WeightFormat::kInt4) {
-      launch_rows<T, WeightFormat::kInt4>(p, config, sums, stream);
+      launch_rows<T, WeightFormat::kInt4, false>(p, config, sums, stream);
+    } else if (p.weight.scale_layout == ScaleLayout::kBlock) {
+      launch_rows<T, WeightFormat::kFp8, true>(p, config, sums, stream);
     } else {
-      launch_rows<T, WeightFormat::kFp8>(p, config, sums, stream);
+      launch_rows<T, WeightFormat::kFp8, false>(p, config, sums, stream);
     }
   });
 }
