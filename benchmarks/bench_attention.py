@@ -131,8 +131,11 @@ def paged(
     ) -> Any:  # fmt: skip
         offsets = None if q_len == 1 else cu_q
         return ops.paged_attention(
-            q, k, v, tables, lengths, offsets, max_q=q_len, k_scale=k_scale, v_scale=v_scale
-        )
+            q, k, v, tables, lengths, offsets, max_q=q_len, k_scale=k_scale, v_scale=v_scale,
+            counters=counters,
+        )  # fmt: skip
+
+    counters = torch.zeros(batch * KV_HEADS + 2, dtype=torch.int32, device=bench.device)
 
     sample = Cache(bench.device, batch, length, q_len, kv, block)
     cost = op_cost(

@@ -244,7 +244,13 @@ std::tuple<Tensor, Tensor> paged_attention(
   check(shared_blocks >= 0 && shared_blocks <= p.max_blocks, "shared_blocks: expected 0 to ",
         p.max_blocks, ", got ", shared_blocks);
   p.batch_invariant = batch_invariant;
-  if (counters) Expect(*counters, "counters").on_device_of(q, "q").dtype(DType::kInt32).contiguous();
+  if (counters) {
+    Expect(*counters, "counters").on_device_of(q, "q").dtype(DType::kInt32).contiguous();
+    const std::int64_t needed = std::int64_t{p.batch} * p.kv_heads + 2;
+    check(counters->numel() >= needed, "counters: expected at least ", needed,
+          " (sequences x KV heads + 2), got ", counters->numel());
+    p.counters = static_cast<std::int32_t*>(counters->data_ptr());
+  }
   return run_attention(on, p, q, {p.heads, rows}, workspace);
 }
 

@@ -59,6 +59,71 @@ struct OnlineSoftmax {
   }
 };
 
+/// Scores whose accumulator has keys as rows and queries as columns: [0] and [2] are this thread's
+/// two keys of its first query, [1] and [3] of its second. A base is raised only by a score far above
+/// it, which spares most steps the exchange between lanes and the scaling of the sums; weights stay
+/// below 2^kSlack, as exact in fp16 and bf16 as those below 1. A base moves by its own query's scores
+/// alone.
+struct ColumnSoftmax {
+  static constexpr float kSlack = 8.0f;
+  float base[2] = {kMinusInfinity, kMinusInfinity};  // the same in all lanes of a column
+  float sum[2] = {0.0f, 0.0f};                       // of this thread's keys alone
+
+  __device__ __forceinline__ bool is_exceeded(const float (&scores)[4]) const {
+    return fmaxf(scores[0], scores[2]) > base[0] + kSlack ||
+           fmaxf(scores[1], scores[3]) > base[1] + kSlack;
+  }
+
+  /// keep[] is what every earlier sum is to be multiplied with.
+  __device__ __forceinline__ void raise(const float (&scores)[4], float (&keep)[2]) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float largest = column_reduce<MaxOrNaN>(fmaxf(scores[c], scores[c + 2]));
+      const float raised = largest > base[c] + kSlack ? largest : base[c];
+      keep[c] = ptx::exp2_approx(base[c] - exponent_base(raised));
+      base[c] = raised;
+      sum[c] *= keep[c];
+    }
+  }
+
+  __device__ __forceinline__ void weigh(float (&scores)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      scores[i] = ptx::exp2_approx(scores[i] - exponent_base(base[i % 2]));
+      sum[i % 2] += scores[i];
+    }
+  }
+
+  __device__ __forceinline__ void join_column() {
+#pragma unroll
+    for (float& s : sum) s = column_reduce<Sum>(s);
+  }
+};
+
+/// Parts of a row, each divided by its own total, joined some at a time. lse in log2 units.
+struct JoinedParts {
+  float largest = kMinusInfinity;
+  float total = 0.0f;
+
+  /// lse become weights relative to the largest so far; returns what earlier sums are to be
+  /// multiplied with.
+  template <int kParts>
+  __device__ __forceinline__ float add(float (&lse)[kParts]) {
+    float piece = largest;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) piece = ptx::max_nan(piece, lse[i]);
+    const float base = exponent_base(piece), keep = exp2f(largest - base);
+    total *= keep;
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) {
+      lse[i] = exp2f(lse[i] - base);
+      total += lse[i];
+    }
+    largest = piece;
+    return keep;
+  }
+};
+
 /// The end of a row: out = factor * gathered values; lse in natural units.
 struct RowEnd {
   float factor;

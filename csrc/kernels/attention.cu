@@ -171,7 +171,13 @@ void attention(const AttentionParams& p, Stream stream) {
   if (rows == 0 || p.heads == 0) return;
   if (p.dtype == DType::kFloat32) return attention_launch::plain(p, stream);
   const bool all_split = config::is_split(p, p.max_q);
-  if (packed || all_split) attention_launch::split(p, stream);
+  if (packed || all_split) {
+    if (attention_launch::covers_decode_sm90(p)) {
+      attention_launch::decode_sm90(p, stream);
+    } else {
+      attention_launch::split(p, stream);
+    }
+  }
   if (all_split || p.batch == 0) return;
   if (attention_launch::covers_sm90(p)) {
     attention_launch::prefill_sm90(p, stream);

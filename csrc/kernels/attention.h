@@ -67,6 +67,7 @@ struct AttentionParams {
                          // many its sequence brings; few queries then run slower
 
   void* workspace;       // attention_workspace_bytes() of them, any contents; null if that is 0
+  std::int32_t* counters;  // [batch * kv_heads + 2], zero before and after; null: one kernel more
 };
 
 /// Throws std::invalid_argument if the shape is not covered. Enqueues one to three kernels; allocates

@@ -89,6 +89,33 @@ constexpr std::int32_t max_split_count(std::int32_t head_dim, std::int32_t kv_by
   return lesser(greater(ceil_div(max_k, split_keys(head_dim, kv_bytes, 0)), 1), kMaxSplits);
 }
 
+/// The Hopper decode kernel: one sequence alone has an item for nearly every SM, and two of at
+/// least kDecodeKeys keys where it is long enough.
+constexpr std::int32_t kDecodeItems = 128;
+constexpr std::int32_t kDecodeKeys = 256;
+
+constexpr std::int32_t decode_splits(std::int32_t kv_heads, std::int32_t items) {
+  return lesser(greater(items / kv_heads, 1), kMaxSplits);
+}
+
+/// Keys of a split, where kDecodeItems items would have `one` each and twice as many `half`. A
+/// partial row is as many bytes as a key and its value of bf16: an eighth of the item at most.
+constexpr std::int32_t decode_keys(std::int32_t one, std::int32_t half, std::int32_t rows) {
+  return round_up(greater(greater(lesser(one, kDecodeKeys), half), 8 * rows), kKeyTile);
+}
+
+/// The heads it computes, and the columns of their tile.
+constexpr std::int32_t kDecodeColumns = 128;
+constexpr bool has_decode_tile(std::int32_t head_dim) {
+  return head_dim > 64 && head_dim <= kDecodeColumns;
+}
+
+/// No sequence has more.
+constexpr std::int32_t max_decode_splits(const AttentionParams& p) {
+  const std::int32_t tiles = ceil_div(p.max_k, kKeyTile);
+  return lesser(greater(tiles, 1), decode_splits(p.kv_heads, 2 * kDecodeItems));
+}
+
 /// The most rows of one KV head that a sequence of few queries has.
 constexpr std::int32_t max_split_rows(std::int32_t max_q, std::int32_t group) {
   std::int32_t rows = 0;
@@ -97,18 +124,25 @@ constexpr std::int32_t max_split_rows(std::int32_t max_q, std::int32_t group) {
   return rows;
 }
 
-/// Floats of a partial row: head_dim sums and, apart, one lse.
-constexpr std::int64_t workspace_rows(const AttentionParams& p) {
-  const std::int32_t kv_bytes = static_cast<std::int32_t>(size_of(p.kv_dtype));
-  const std::int64_t splits = max_split_count(p.head_dim, kv_bytes, p.max_k);
-  if (splits == 1 || p.batch_invariant) return 0;  // one split writes the result itself
-  const std::int32_t rows = max_split_rows(p.max_q, p.heads / p.kv_heads);
-  return splits * p.batch * p.kv_heads * rows;
+/// Floats of the partial rows of `splits` splits, one of which would write the result itself.
+constexpr std::int64_t partial_floats(const AttentionParams& p, std::int64_t splits,
+                                      std::int32_t rows, std::int32_t columns) {
+  return splits == 1 ? 0 : splits * p.batch * p.kv_heads * rows * (columns + 1);
 }
 
+/// Enough for either kernel of few queries: a row is its sums and, apart, one lse; the Hopper
+/// kernel pads the sums to its tile and the rows to pairs.
 constexpr std::int64_t split_bytes(const AttentionParams& p) {
-  if (p.dtype == DType::kFloat32) return 0;  // fp32 runs unsplit
-  return workspace_rows(p) * (p.head_dim + 1) * static_cast<std::int64_t>(sizeof(float));
+  if (p.dtype == DType::kFloat32 || p.batch_invariant) return 0;  // these run unsplit
+  const std::int32_t kv_bytes = static_cast<std::int32_t>(size_of(p.kv_dtype));
+  const std::int32_t rows = max_split_rows(p.max_q, p.heads / p.kv_heads);
+  const std::int64_t general =
+      partial_floats(p, max_split_count(p.head_dim, kv_bytes, p.max_k), rows, p.head_dim);
+  const std::int64_t decode =
+      has_decode_tile(p.head_dim)
+          ? partial_floats(p, max_decode_splits(p), round_up(rows, 2), kDecodeColumns)
+          : 0;
+  return (general > decode ? general : decode) * static_cast<std::int64_t>(sizeof(float));
 }
 
 /// Behind the partial rows: the queue of the Hopper prefill kernel.

@@ -9,6 +9,12 @@ namespace ridgeline::attention_launch {
 /// of no sequence. fp16 and bf16.
 void split(const AttentionParams& params, Stream stream);
 
+/// The same on Hopper, where covers_decode_sm90() is true: keys by the copy engine, splits joined in
+/// the same launch if there are counters. fp8 and int8 caches have a file of their own.
+void decode_sm90(const AttentionParams& params, Stream stream);
+void decode_quantised_sm90(const AttentionParams& params, Stream stream);
+bool covers_decode_sm90(const AttentionParams& params);
+
 /// Sequences of many queries. fp16 and bf16.
 void prefill(const AttentionParams& params, Stream stream);
 

@@ -34,8 +34,9 @@ struct Work {
   int first_row;
   int rows;  // of the sequence and KV head in all
 
-  __device__ int query(int row) const { return row / group; }
-  __device__ int head(int row) const { return kv_head * group + row % group; }
+  // A single query, the usual one of decode, needs no division.
+  __device__ int query(int row) const { return row < group ? 0 : row / group; }
+  __device__ int head(int row) const { return kv_head * group + (row < group ? row : row % group); }
 };
 
 /// Batch and row strides meet here: the layouts differ in nothing else.

@@ -23,4 +23,12 @@ __device__ __forceinline__ void ldmatrix_transposed(std::uint32_t (&m)[4], const
                : "memory");
 }
 
+/// An 8x8 matrix of 16-bit elements transposed among the lanes, which hold it as ldmatrix gives it.
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-movmatrix
+__device__ __forceinline__ std::uint32_t transpose_matrix(std::uint32_t m) {
+  std::uint32_t transposed;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(m));
+  return transposed;
+}
+
 }  // namespace ridgeline::ptx

@@ -33,6 +33,13 @@ __device__ __forceinline__ void mbarrier_arrive(std::uint64_t* barrier) {
                : "memory");
 }
 
+/// One arrival, of those the barrier was made for, as soon as this thread's earlier cp.async end.
+__device__ __forceinline__ void mbarrier_arrive_after_copies(std::uint64_t* barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(
+                   shared_address(barrier))
+               : "memory");
+}
+
 /// Waits until the phase of this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(std::uint64_t* barrier, int parity) {
   asm volatile(

@@ -26,4 +26,15 @@ __device__ __forceinline__ void copy_tensor_4d(void* target, const CUtensorMap* 
       : "memory");
 }
 
+/// The same under an L2 policy.
+__device__ __forceinline__ void copy_tensor_4d(void* target, const CUtensorMap* map,
+                                               std::uint64_t* barrier, int c0, int c1, int c2,
+                                               int c3, std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(shared_address(target)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "l"(policy)
+      : "memory");
+}
+
 }  // namespace ridgeline::ptx

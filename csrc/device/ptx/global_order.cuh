@@ -1,0 +1,34 @@
+#pragma once
+
+/// Order among blocks through global memory.
+namespace ridgeline::ptx {
+
+/// Counts one arrival: the counter's value before; after the value `last` comes zero. What this
+/// thread knows to be written comes before its arrival, and what earlier arrivals released is
+/// visible after it.
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-atom
+__device__ __forceinline__ unsigned count_arrival(void* counter, unsigned last) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(last)
+               : "memory");
+  return before;
+}
+
+/// Loads from the L2 cache what other blocks have written. In the order in which they stand: many
+/// are on their way together.
+__device__ __forceinline__ float4 load_from_l2(const float4* from) {
+  float4 v;
+  asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(from));
+  return v;
+}
+__device__ __forceinline__ float2 load_from_l2(const float2* from) {
+  float2 v;
+  asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from));
+  return v;
+}
+
+}  // namespace ridgeline::ptx

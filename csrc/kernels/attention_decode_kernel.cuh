@@ -1,0 +1,204 @@
+#pragma once
+#include <algorithm>
+#include <numeric>
+
+#include "device/launch.cuh"
+#include "device/properties.cuh"
+#include "device/ptx/grid_dependency.cuh"
+#include "device/tensor_map.cuh"
+#include "kernels/attention_decode_merge.cuh"
+#include "kernels/attention_decode_producer.cuh"
+
+/// The Hopper decode kernel and its launch, for the two files that make it of 16-bit and 8-bit
+/// caches.
+namespace ridgeline::attention_decode {
+
+constexpr int kConsumersMeet = 1;  // named barrier
+
+// ---- Consumers ----------------------------------------------------------------------------------
+
+/// Joins the splits of an item's rows if it was the last to arrive, and frees its place.
+template <class Tile>
+__device__ __forceinline__ void conclude(const Launch& launch, Shared<Tile>& shared,
+                                         const Ring<kItems>& ring) {
+  ptx::mbarrier_wait(&shared.counted[ring.place], ring.parity);
+  const Item& item = shared.items[ring.place];
+  if (item.is_last) merge_splits<Tile>(launch, item.work, item.splits);
+  __syncwarp();  // the warp is done with the item
+  if (threadIdx.x % device::kWarpSize == 0) ptx::mbarrier_arrive(&shared.released[ring.place]);
+}
+
+template <class Tile>
+__device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shared) {
+  WarpState<Tile> warp{launch.attention, shared};
+  Ring<kStages> ring;
+  Ring<kItems> items, before;
+  bool follows = false;
+  for (;; items.next()) {
+    ptx::mbarrier_wait(&shared.described[items.place], items.parity);
+    const Item& item = shared.items[items.place];
+    if (item.splits == 0) break;
+    warp.begin(item, items.place);
+    const bool has_keys = item.keys.begin < item.keys.end;
+    int stage = 0;
+    for (int n = item.keys.begin; n < item.keys.end; n += Tile::kKeys, ring.next()) {
+      stage = ring.place;
+      ptx::mbarrier_wait(&shared.full[stage], ring.parity);
+      warp.walk(item, stage, n);
+      if (n + Tile::kKeys >= item.keys.end) break;  // kept as scratch memory
+      __syncwarp();                                 // the warp is done with the stage
+      if (warp.lane() == 0) ptx::mbarrier_arrive(&shared.free[stage]);
+    }
+    if (has_keys) ring.next();
+    Stage& scratch = shared.stages[stage];
+    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // no warp reads the last stage
+    share_sums<Tile>(shared, has_keys ? &scratch : nullptr, warp);
+    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // the sums are there
+    join_rows<Tile>(launch, item, shared, warp.groups);
+    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // ... and their factors
+    store_item<Tile>(launch, item, shared, scratch, warp.groups);
+    ptx::fence_async_shared();
+    __syncwarp();  // the warp has read the sums and stored its share
+    if (warp.lane() == 0) {
+      if (has_keys) ptx::mbarrier_arrive(&shared.free[stage]);
+      ptx::mbarrier_arrive(&shared.stored[items.place]);
+    }
+    if (follows) {  // the arrival of the item before has been counted meanwhile
+      conclude<Tile>(launch, shared, before);
+      before.next();
+    }
+    follows = true;
+  }
+  if (follows) conclude<Tile>(launch, shared, before);
+}
+
+// ---- Kernels ------------------------------------------------------------------------------------
+
+/// Decode on Hopper. Grid: at most two blocks an SM, which stay and are dealt items: one split of
+/// the keys that a sequence's queries see, for one KV head and all of its rows. One warp brings
+/// tiles by the copy engine, one keeps the order of the items, and four multiply, each its own 16
+/// keys of every 64, sums in fp32. The block that stores the last split of its rows joins them, in
+/// the order of the splits.
+///
+/// Roofline: reads every key and value once: bandwidth, with 96 KB a block on its way.
+template <class Tile>
+__global__ void __launch_bounds__(kThreads, 2)
+    decode_sm90_kernel(const __grid_constant__ Launch launch) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  static_assert(sizeof(Shared<Tile>) <= 113 * 1024, "two blocks an SM");
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<Shared<Tile>*>(memory);
+  ptx::launch_dependents();
+  if (threadIdx.x == 0) {
+    shared.make_barriers();
+    ptx::prefetch_tensor_map(&launch.k);
+    ptx::prefetch_tensor_map(&launch.v);
+  }
+  __syncthreads();  // the barriers are made
+  ptx::wait_for_dependencies();
+  const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
+  if (warp < kWarps) {
+    consume<Tile>(launch, shared);
+  } else if (warp == kWarps) {
+    produce<Tile>(launch, shared);
+  } else {
+    keep_order<Tile>(launch, shared);
+  }
+  if (launch.attention.cu_q != nullptr && launch.first_sequence == 0)
+    attention_tile::clear_unowned_rows<typename Tile::T>(launch.attention, blockIdx.x, gridDim.x);
+#endif
+}
+
+/// Joins splits where no counters tell which block is the last. Grid: (sequence, KV head).
+template <class Tile>
+__global__ void __launch_bounds__(kConsumerThreads)
+    merge_splits_kernel(const __grid_constant__ Launch launch) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  const AttentionParams& p = launch.attention;
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  const int batch = static_cast<int>(blockIdx.x) / p.kv_heads;
+  Work work{.sequence = config::sequence_of(p, batch),
+            .batch = batch,
+            .kv_head = static_cast<int>(blockIdx.x) % p.kv_heads,
+            .group = launch.group_size};
+  work.rows = work.sequence.q_len * work.group;
+  const int splits = cut_of(launch, work.sequence).splits;
+  if (splits > 1 && config::is_split(p, work.sequence.q_len))
+    merge_splits<Tile>(launch, work, splits);
+#endif
+}
+
+// ---- Launch -------------------------------------------------------------------------------------
+
+inline device::TensorView cache_view(const AttentionParams& p, const void* data,
+                                     std::int64_t stride_row, std::int64_t stride_head,
+                                     std::int64_t stride_batch) {
+  const bool paged = p.block_tables != nullptr, packed = p.cu_k != nullptr;
+  return {.dtype = p.kv_dtype,
+          .data = data,
+          .sizes = {p.head_dim,
+                    paged    ? p.block_size
+                    : packed ? p.total_k
+                             : p.max_k,
+                    p.kv_heads,
+                    paged    ? p.num_blocks
+                    : packed ? 1
+                             : p.batch},
+          .strides = {stride_row, stride_head, stride_batch}};
+}
+
+inline device::TensorView keys_of(const AttentionParams& p) {
+  return cache_view(p, p.k, p.stride_k_row, p.stride_k_head, p.stride_k_batch);
+}
+
+inline device::TensorView values_of(const AttentionParams& p) {
+  return cache_view(p, p.v, p.stride_v_row, p.stride_v_head, p.stride_v_batch);
+}
+
+template <class Tile>
+void launch_tiles(const AttentionParams& p, Stream stream) {
+  const int rows = std::max(config::max_split_rows(p.max_q, p.heads / p.kv_heads), 1);
+  Launch launch{.attention = p};
+  launch.block_size = Divisor::of(std::max(p.block_size, 1));
+  launch.kv_heads = Divisor::of(p.kv_heads);
+  launch.one = Divisor::of(config::decode_splits(p.kv_heads, config::kDecodeItems));
+  launch.half = Divisor::of(config::decode_splits(p.kv_heads, 2 * config::kDecodeItems));
+  launch.group_size = p.heads / p.kv_heads;
+  const int most = std::min(config::kKeyTile, Tile::kKeys);
+  launch.box_rows = p.block_tables ? std::gcd(p.block_size, most) : most;
+  while (1 << launch.box_shift < launch.box_rows) ++launch.box_shift;
+  constexpr int kColumns = Tile::kSize / Tile::kParts;
+  // A box is every other 128 bytes where rows have 256: fetching 256 at a time brings each twice.
+  // H200, bf16, 32 sequences of 4k keys: 139 us, and 131 with 128.
+  constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  launch.k = device::swizzled_map(keys_of(p), launch.box_rows, kColumns, kPromotion);
+  launch.v = device::swizzled_map(values_of(p), launch.box_rows, kColumns, kPromotion);
+  launch.max_splits = config::max_decode_splits(p);
+  launch.row_pairs = ceil_div(rows, 2);
+  launch.copies_tables =
+      p.block_tables != nullptr && std::int64_t{p.batch} * p.max_blocks <= kTableEntries;
+  const int most_blocks = 2 * device::multiprocessors();
+  for (int first = 0; first == 0 || first < p.batch; first += kMaxSequences) {
+    launch.first_sequence = first;
+    launch.sequences = std::min(p.batch - first, kMaxSequences);
+    const std::int64_t items = std::int64_t{launch.sequences} * p.kv_heads * launch.max_splits *
+                               ceil_div(rows, kWarps * Tile::kRows);
+    const int blocks = static_cast<int>(std::clamp<std::int64_t>(items, 1, most_blocks));
+    device::launch_chained<decode_sm90_kernel<Tile>>(
+        dim3(blocks), dim3(kThreads), sizeof(Shared<Tile>), stream, launch, "attention");
+  }
+  if (p.counters != nullptr || launch.max_splits == 1 || p.batch == 0) return;
+  using Merged =
+      attention_decode::Tile<Tile::kCache, Tile::kSize, 1>;  // the same whatever the rows
+  const int pairs = checked_int32(std::int64_t{p.batch} * p.kv_heads, "attention: KV heads");
+  device::launch_chained<merge_splits_kernel<Merged>>(dim3(pairs), dim3(kConsumerThreads), 0,
+                                                      stream, launch, "attention: combine");
+}
+
+/// Whether the rows of every sequence of few queries fit in one MMA.
+inline bool has_few_rows(const AttentionParams& p) {
+  return config::max_split_rows(p.max_q, p.heads / p.kv_heads) <= 8;
+}
+
+}  // namespace ridgeline::attention_decode

@@ -1,0 +1,29 @@
+#include "kernels/attention_decode_kernel.cuh"
+#include "kernels/attention_launch.h"
+
+namespace ridgeline::attention_launch {
+namespace {
+
+using namespace attention_decode;
+
+template <DType kCache>
+void launch_cache(const AttentionParams& p, Stream stream) {
+  if (has_few_rows(p)) return launch_tiles<Tile<kCache, config::kDecodeColumns, 1>>(p, stream);
+  launch_tiles<Tile<kCache, config::kDecodeColumns, 2>>(p, stream);
+}
+
+}  // namespace
+
+bool covers_decode_sm90(const AttentionParams& p) {
+  return device::runs_sm90a() && config::has_decode_tile(p.head_dim) &&
+         device::is_mappable(keys_of(p)) && device::is_mappable(values_of(p)) &&
+         (p.k_scale == nullptr || (p.stride_ks_batch % 2 == 0 && p.stride_vs_batch % 2 == 0));
+}
+
+void decode_sm90(const AttentionParams& p, Stream stream) {
+  if (p.k_scale != nullptr) return decode_quantised_sm90(p, stream);
+  if (p.dtype == DType::kBFloat16) return launch_cache<DType::kBFloat16>(p, stream);
+  launch_cache<DType::kFloat16>(p, stream);
+}
+
+}  // namespace ridgeline::attention_launch
