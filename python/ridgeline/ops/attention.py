@@ -161,8 +161,8 @@ def paged_attention(
             never depend on the other sequences.
         plan: must be None (the work is cut from shapes and from the lengths on the device).
         workspace: uint8, any contents, at least :func:`attention_workspace_bytes`; None: allocated.
-        counters: int32, at least ``B * Hkv + 2``, zero on entry and on exit, one set a stream: the splits of
-            a decode are then joined in the same launch. None: by one kernel more.
+        counters: int32, at least ``B * Hkv + 2``, zero on entry and on exit, one set a stream: the
+            splits of a decode are then joined in the same launch. None: by one kernel more.
         causal, scale, window, softcap, sinks, return_lse: see the module.
 
     Returns:
