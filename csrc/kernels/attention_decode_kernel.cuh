@@ -170,7 +170,7 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
   while (1 << launch.box_shift < launch.box_rows) ++launch.box_shift;
   constexpr int kColumns = Tile::kSize / Tile::kParts;
   // A box is every other 128 bytes where rows have 256: fetching 256 at a time brings each twice.
-  // H200, bf16, 32 sequences of 4k keys: 139 us, and 131 with 128.
+  // H200, bf16, 32 sequences of 4k keys, the copies without the products: 139 us, and 131.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   launch.k = device::swizzled_map(keys_of(p), launch.box_rows, kColumns, kPromotion);
   launch.v = device::swizzled_map(values_of(p), launch.box_rows, kColumns, kPromotion);
