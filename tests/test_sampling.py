@@ -231,6 +231,26 @@ def test_logprobs_are_those_of_the_model() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("vocab", [8193, 128256, 260003])  # a split in two, aligned rows, odd ones
+@pytest.mark.parametrize("rows", [1, 12, 40, 100, 300])  # from 16 blocks a row to one
+def test_cuda_gives_the_same_token_however_a_row_is_split(rows: int, vocab: int) -> None:
+    kinds = {
+        "temperature": torch.tensor([0.8, 0.0, 0.8, 0.8, 0.8, 1.3, 0.8]),
+        "top_k": torch.tensor([50, 0, 0, 0, 50, 3000, 0], dtype=torch.int32),
+        "top_p": torch.tensor([0.9, 1.0, 1.0, 0.9, 1.0, 0.95, 1.0]),
+        "min_p": torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.001, 0.05]),
+        "seeds": torch.arange(7) + 5,
+        "positions": torch.arange(7, dtype=torch.int32),
+    }
+    logits = normal(1, vocab, seed=vocab)
+    expected = ops.sample(logits.expand(7, -1), **kinds)
+    kind = torch.arange(rows) % 7
+    batch = {name: values[kind].cuda() for name, values in kinds.items()}
+    tokens = ops.sample(logits.cuda().expand(rows, -1), **batch)
+    assert torch.equal(tokens.cpu(), expected[kind])
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("vocab", [100, 4096, 32000, 128256, 262208])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("scale", [0.1, 1.0, 5.0])

@@ -13,6 +13,7 @@ namespace ridgeline {
 constexpr float kNegativeInfinity = -std::numeric_limits<float>::infinity();
 constexpr int kMassBits = 40;  // the most likely token weighs 2^40; 2^20 tokens fit in 61 bits
 constexpr float kGreedyBelow = 1e-5f;  // a lower temperature takes the most likely token
+constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding and taking it away rounds to an integer
 
 /// Orders as the float does, for values without NaN and with one zero.
 constexpr std::uint32_t ordered_key(float value) {
@@ -42,23 +43,31 @@ constexpr float penalised_logit(float value, std::int32_t count, float repetitio
   return lowered - (in_output > 0 ? presence : 0.0f);
 }
 
-/// 2^40 * exp((value - largest) / temperature), rounded down; `scale` is log2(e) / temperature.
-/// Relative error below 2^-22 where the result is above 2^22.
-constexpr std::uint64_t mass_of(float value, float largest, float scale) {
-  if (value == kNegativeInfinity) return 0;
-  const float below = value == largest ? 0.0f : value - largest;
-  // Adding and taking away 1.5 * 2^23 rounds to an integer.
-  constexpr float kRound = 12582912.0f;
-  const float whole = __builtin_fmaf(below, scale, kRound) - kRound;
-  if (!(whole > -64.0f)) return 0;
-  const float f = __builtin_fmaf(below, scale, -whole);  // in [-1/2, 1/2]
-  float p = 1.535336188319500e-4f;                       // 2^f as in Cephes' exp2f
+/// log2(e) / temperature, kept above what makes a difference of two logits vanish.
+constexpr float mass_scale(float temperature) {
+  const float scale = 1.4426950408889634f / temperature;
+  return scale > 1e-35f ? scale : 1e-35f;
+}
+
+/// 2^f for f in [-1/2, 1/2], as in Cephes' exp2f: in [1/2, 2), so that 2^24 of it is an integer.
+constexpr float exp2_of_fraction(float f) {
+  float p = 1.535336188319500e-4f;
   p = __builtin_fmaf(p, f, 1.339887440266574e-3f);
   p = __builtin_fmaf(p, f, 9.618437357674640e-3f);
   p = __builtin_fmaf(p, f, 5.550332471162809e-2f);
   p = __builtin_fmaf(p, f, 2.402264791363012e-1f);
   p = __builtin_fmaf(p, f, 6.931472028550421e-1f);
-  p = __builtin_fmaf(p, f, 1.0f);
+  return __builtin_fmaf(p, f, 1.0f);
+}
+
+/// 2^40 * exp((value - largest) / temperature), rounded down; `scale` is that of mass_scale.
+/// Relative error below 2^-22 where the result is above 2^22.
+constexpr std::uint64_t mass_of(float value, float largest, float scale) {
+  if (value == kNegativeInfinity) return 0;
+  const float below = value == largest ? 0.0f : value - largest;
+  const float whole = __builtin_fmaf(below, scale, kRound) - kRound;
+  if (!(whole > -64.0f)) return 0;
+  const float p = exp2_of_fraction(__builtin_fmaf(below, scale, -whole));
   const auto mantissa = static_cast<std::uint64_t>(static_cast<std::int32_t>(p * 16777216.0f));
   return (mantissa << (kMassBits - 24)) >> -static_cast<std::int32_t>(whole);
 }

@@ -12,8 +12,6 @@
 namespace ridgeline::cpu {
 namespace {
 
-constexpr float kLog2E = 1.4426950408889634f;
-
 void check_row_values(const SampleParams& params) {
   for (std::int64_t row = 0; row < params.rows; ++row) {
     const float temperature = params.temperature[row], top_p = params.top_p[row];
@@ -83,7 +81,7 @@ std::int32_t sample_row(const SampleParams& params, std::int64_t row) {
   const float temperature = params.temperature[row];
   if (temperature < kGreedyBelow || *top == kNegativeInfinity) return greedy;
 
-  const float scale = kLog2E / temperature;
+  const float scale = mass_scale(temperature);
   const std::uint64_t least = least_mass(params.min_p[row]);
   std::vector<std::uint64_t> mass(x.size());
   for (std::size_t id = 0; id < x.size(); ++id) {

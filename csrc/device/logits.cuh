@@ -5,7 +5,7 @@
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 
-/// How a block of kLogitThreads threads walks a row of logits, and how it finds the few largest.
+/// Logits as keys, and how a block of kLogitThreads threads walks a row and finds the few largest.
 namespace ridgeline::device {
 
 constexpr int kLogitThreads = 1024;  // one block a row: as many loads in flight as an SM takes
@@ -40,11 +40,10 @@ __device__ __forceinline__ float value_of_pair(std::uint64_t key) {
 template <class T, int kPieces>
 constexpr int kLogitStep = kWarpSize * kPieces * Vec<T>::kSize;
 
-/// Calls fn(value, id) for each logit of a row, with value -inf for ids past the end, then
-/// after(first id) once a step, for all lanes together. A warp takes kLogitStep neighbouring ids a
-/// step, a thread meets its ids in rising order.
-template <int kPieces, class T, class Fn, class After>
-__device__ __forceinline__ void for_each_logit(const T* row, int count, Fn&& fn, After&& after) {
+/// Calls fn(value, id) for each logit of a row, with value -inf for ids past the end. A warp takes
+/// kLogitStep neighbouring ids a step, a thread meets its ids in rising order.
+template <int kPieces, class T, class Fn>
+__device__ __forceinline__ void for_each_logit(const T* row, int count, Fn&& fn) {
   constexpr int kSize = Vec<T>::kSize, kStep = kLogitStep<T, kPieces>;
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const bool aligned = reinterpret_cast<std::uintptr_t>(row) % 16 == 0;
@@ -67,13 +66,12 @@ __device__ __forceinline__ void for_each_logit(const T* row, int count, Fn&& fn,
 #pragma unroll
       for (int j = 0; j < kSize; ++j)
         fn(to_float(pieces[i].data[j]), start + (i * kWarpSize + lane) * kSize + j);
-    after(start);
   }
 }
 
 /// A value that at least `wanted` logits of the row reach, little below the wanted-th largest: that
-/// many threads have a maximum of at least it. Requires: all threads call it; wanted <=
-/// kLogitThreads; largest is the row's.
+/// many threads have a maximum of at least it. Requires: all threads of the block call it; wanted is
+/// at most their number; largest is the row's.
 __device__ __forceinline__ float bound_of_largest(float thread_max, float largest, int wanted) {
   constexpr int kHalvings = 16;  // of 2^32 keys: within 1/128 of an octave
   const std::uint32_t own = ordered_key(thread_max);
@@ -100,11 +98,6 @@ struct Candidates {
     if (place >= kMaxCandidates) return;
     value[place] = x;
     id[place] = token;
-  }
-
-  template <int, class Fn>
-  __device__ __forceinline__ void for_each(Fn&& fn) const {
-    for (int i = threadIdx.x; i < count; i += kLogitThreads) fn(value[i], id[i]);
   }
 
   __device__ bool complete() const { return count <= kMaxCandidates; }

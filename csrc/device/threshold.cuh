@@ -1,133 +1,155 @@
 #pragma once
 #include <cstdint>
 
+#include "common/sampling.h"
 #include "device/logits.cuh"
+#include "device/mass.cuh"
+#include "device/ptx/cluster_share.cuh"
+#include "device/vec.cuh"
 
-/// The search of a block for the value that a given weight of a row's logits reaches: of top-k by
-/// count, of top-p by mass. Weights are integers, so nothing depends on the order in which they are
-/// added.
+/// The search of a cluster for the logit that a given weight of a row reaches: of top-k by count,
+/// of top-p by mass. Weights are integers, so nothing depends on the order in which they are added.
 namespace ridgeline::device {
 
-constexpr int kPivots = 7;        // a pass leaves an eighth of the range
-constexpr int kLinearPasses = 4;  // over the row, before what is left of the range is collected
+constexpr int kSampleThreads = 512;
+constexpr int kSampleWarps = kSampleThreads / kWarpSize;
+constexpr int kBinBits = 9;
+constexpr int kBins = 1 << kBinBits;
+static_assert(kBins == kSampleThreads, "a thread a bin");
 
-struct SearchScratch {
-  std::uint64_t partial[kPivots][kLogitWarps];
-  std::uint64_t totals[kPivots];
+/// Sums of weights, kept as two halves: shared memory adds 32 bits at a time. Lanes that meet in a
+/// bin take turns, 8 cycles each, so there are several copies of each.
+struct Bins {
+  static constexpr int kCopies = 8;
+  std::uint32_t low[kBins * kCopies], high[kBins * kCopies];
+
+  /// Empties this thread's bin.
+  __device__ void clear() {
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      low[i * kBins + threadIdx.x] = 0;
+      high[i * kBins + threadIdx.x] = 0;
+    }
+  }
+
+  /// Four at a time, zeros left out, so that their additions are under way together.
+  __device__ __forceinline__ void add(const std::uint32_t (&bin)[4],
+                                      const std::uint64_t (&weight)[4]) {
+    const std::uint32_t copy = threadIdx.x % kCopies;
+    std::uint32_t before[4] = {};
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (weight[j] > 0)
+        before[j] =
+            atomicAdd(&low[bin[j] * kCopies + copy], static_cast<std::uint32_t>(weight[j]));
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const auto low_half = static_cast<std::uint32_t>(weight[j]);
+      const std::uint32_t carry = before[j] + low_half < low_half;
+      const std::uint32_t high_half = static_cast<std::uint32_t>(weight[j] >> 32) + carry;
+      if (high_half > 0) atomicAdd(&high[bin[j] * kCopies + copy], high_half);
+    }
+  }
+
+  /// The copies of a bin together.
+  __device__ std::uint64_t at(int bin) const {
+    std::uint64_t sum = 0;
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i)
+      sum += (std::uint64_t{high[bin * kCopies + i]} << 32) + low[bin * kCopies + i];
+    return sum;
+  }
 };
 
-/// Sums kCount values of every thread into scratch.totals, for all threads to read. If the first is
-/// zero, all are.
-template <int kCount>
-__device__ __forceinline__ void block_sums(const std::uint64_t (&values)[kCount],
-                                           SearchScratch& scratch) {
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const bool any =
-      __any_sync(0xffffffffu, values[0] != 0);  // of a few candidates most warps hold none
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const std::uint64_t sum = any ? warp_reduce<SumU64>(values[i]) : 0;
-    if (lane == 0) scratch.partial[i][warp] = sum;
-  }
-  __syncthreads();  // every warp's partials are written, and no thread reads the totals of the last
-                    // call any more
-  if (warp < kCount) {
-    const std::uint64_t sum = warp_reduce<SumU64>(scratch.partial[warp][lane]);
-    if (lane == 0) scratch.totals[warp] = sum;
-  }
-  __syncthreads();  // the totals are written
-}
-
-/// A range of keys in which the search goes on: `target` or more of weight is at or above `low`,
-/// less than `target` at or above `high`, namely `above`.
+/// The keys in which a search goes on: the weight at or above `low` reaches the target, that at or
+/// above `high`, namely `above`, does not.
 struct Range {
   std::uint32_t low, high;
   std::uint64_t above;
 
   __device__ bool found() const { return high - low <= 1; }
+};
 
-  /// Between low and high - 1, rising with i in [1, kPivots]: at even steps of value where
-  /// `linear`, else of key.
-  __device__ std::uint32_t pivot(int i, bool linear) const {
-    if (!linear)
-      return low + static_cast<std::uint32_t>((std::uint64_t{high - low} * i) / (kPivots + 1));
-    const float a = from_ordered_key(low), b = from_ordered_key(high - 1);
-    const float value = a + (b - a) * (static_cast<float>(i) / (kPivots + 1));
-    return min(max(ordered_key(clean_logit(value)), low), high - 1);
-  }
+struct SearchScratch {
+  Bins bins;                    // of this block's slice
+  std::uint64_t parts[kBins];   // their sums
+  std::uint64_t totals[kBins];  // of the row
+  std::uint64_t partial[2][kSampleWarps];
+  Range range;
+};
 
-  __device__ bool finite() const {
-    return low > ordered_key(kNegativeInfinity) && high - 1 < ordered_key(-kNegativeInfinity);
+/// The sum of one value a thread, before this thread and of all.
+struct Scan {
+  std::uint64_t before, total;
+
+  __device__ Scan(std::uint64_t value, std::uint64_t* partial) {
+    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+    const std::uint64_t inclusive = warp_inclusive_sum(value);
+    if (lane == kWarpSize - 1) partial[warp] = inclusive;
+    __syncthreads();  // every warp's sum is written
+    const std::uint64_t other = lane < kSampleWarps ? partial[lane] : 0;
+    before = inclusive - value + warp_reduce<SumU64>(lane < warp ? other : 0);
+    total = warp_reduce<SumU64>(other);
   }
 };
 
-/// One pass: the weight at or above each of kPivots keys says in which part of the range the
-/// threshold lies.
-template <class Source, class Weight>
-__device__ __forceinline__ Range narrow(const Source& source, Range range, bool linear,
-                                        std::uint64_t target, const Weight& weight,
-                                        SearchScratch& scratch) {
-  std::uint32_t pivots[kPivots];
-  std::uint64_t sums[kPivots] = {};
+/// The key of the largest logit in `range` that logits of the target's weight reach, itself
+/// included. The target is goal(weight of the whole range). Each round reads the slices once and
+/// leaves one of kBins parts of the range. Requires: all threads of the cluster call it; the range
+/// holds the target.
+template <class Slice, class Weight, class Goal>
+__device__ __forceinline__ std::uint32_t find_threshold(const Slice& slice, Range range,
+                                                        const Goal& goal, const Weight& weight,
+                                                        SearchScratch& scratch) {
+  const int blocks = ptx::cluster_blocks(), thread = static_cast<int>(threadIdx.x);
+  std::uint64_t target = 0;
+  bool holds = true;  // this thread has logits in the range
+  for (int round = 0; !range.found(); ++round) {
+    const std::uint32_t width = range.high - range.low;
+    const int shift = max(0, 32 - kBinBits - __clz(static_cast<int>(width - 1)));
+    scratch.bins.clear();
+    __syncthreads();  // the bins are empty
+    bool held = false;
+    if (holds) {
+      slice.for_each([&](const Vec<float, 4>& x, int) {
+        std::uint32_t bin[4];
+        std::uint64_t own[4] = {};
+        bool any = false;
 #pragma unroll
-  for (int i = 0; i < kPivots; ++i) pivots[i] = range.pivot(i + 1, linear);
-  source.template for_each<1>([&](float x, int) {
-    const std::uint32_t key = ordered_key(x);
-    if (key < pivots[0] || key >= range.high) return;
-    const std::uint64_t w = weight(x);
-#pragma unroll
-    for (int i = 0; i < kPivots; ++i) sums[i] += key >= pivots[i] ? w : 0;
-  });
-  block_sums(sums, scratch);
-  Range next = range;
-#pragma unroll
-  for (int i = 0; i < kPivots; ++i) {
-    const std::uint64_t reached = range.above + scratch.totals[i];
-    if (reached >= target) {
-      next.low = pivots[i];
-    } else if (pivots[i] < next.high) {
-      next.high = pivots[i];
-      next.above = reached;
-    }
-  }
-  return next;
-}
-
-/// The largest value in `range` which logits of `target` weight reach, itself included; the lowest
-/// if all together do not. Looks among the candidates where `in_list` says that they hold the whole
-/// range, otherwise over the row: a few passes, then what is left of the range is collected, and
-/// only where that does not fit (very many equal logits) do passes over the row go on.
-template <class Row, class Weight>
-__device__ __forceinline__ float find_threshold(const Row& row, Candidates& candidates,
-                                                bool in_list, Range range, std::uint64_t target,
-                                                const Weight& weight, SearchScratch& scratch) {
-  for (int pass = 0; !in_list && !range.found(); ++pass) {
-    if (pass == kLinearPasses) {
-      __syncthreads();  // no thread reads the list any more
-      if (threadIdx.x == 0) candidates.count = 0;
-      __syncthreads();  // it is empty
-      row.template for_each<1>([&](float x, int id) {
-        const std::uint32_t key = ordered_key(x);
-        if (key >= range.low && key < range.high && x > kNegativeInfinity) candidates.add(x, id);
+        for (int j = 0; j < 4; ++j) {
+          const std::uint32_t offset = ordered_key(x.data[j]) - range.low;
+          bin[j] = offset >> shift;
+          if (offset >= width) continue;
+          own[j] = weight(x.data[j]);
+          any = true;
+        }
+        if (any) scratch.bins.add(bin, own);
+        held |= any;
       });
-      __syncthreads();  // it is complete
-      in_list = candidates.complete();
     }
-    if (!in_list)
-      range = narrow(row, range, pass < kLinearPasses && range.finite(), target, weight, scratch);
+    holds = held;
+    __syncthreads();  // the bins are full
+    scratch.parts[thread] = scratch.bins.at(thread);
+    ptx::cluster_arrive();
+    ptx::cluster_wait();  // every block's parts are written
+    const int shared_bin = (ptx::cluster_rank() * kBins + thread) / blocks;
+    SearchScratch& other = *ptx::in_block(&scratch, thread % blocks);
+    other.totals[shared_bin] = group_sum(other.parts[shared_bin], blocks);
+    ptx::cluster_arrive();
+    ptx::cluster_wait();  // every block has the totals, and the parts are read
+    const int bin = kBins - 1 - thread;
+    const std::uint64_t own = scratch.totals[bin];
+    const Scan scan(own, scratch.partial[0]);
+    if (round == 0) target = goal(scan.total);
+    const std::uint64_t before = range.above + scan.before;
+    if (before < target && target - before <= own) {
+      const std::uint32_t low = range.low + (static_cast<std::uint32_t>(bin) << shift);
+      scratch.range = {low, low + min(1u << shift, range.high - low), before};
+    }
+    __syncthreads();  // the part of the range is known
+    range = scratch.range;
   }
-  while (!range.found()) range = narrow(candidates, range, false, target, weight, scratch);
-  return from_ordered_key(range.low);
-}
-
-/// The total weight of a source at or above a value.
-template <class Source, class Weight>
-__device__ __forceinline__ std::uint64_t weight_from(const Source& source, float at_least,
-                                                     const Weight& weight, SearchScratch& scratch) {
-  std::uint64_t sum[1] = {};
-  source.template for_each<1>([&](float x, int) { sum[0] += x >= at_least ? weight(x) : 0; });
-  block_sums(sum, scratch);
-  return scratch.totals[0];
+  return range.low;
 }
 
 }  // namespace ridgeline::device

@@ -1,283 +1,346 @@
 #include "kernels/sampling.h"
 
+#include <algorithm>
+
 #include "common/dispatch.h"
 #include "common/philox.h"
 #include "common/sampling.h"
 #include "device/launch.cuh"
-#include "device/logits.cuh"
+#include "device/mass.cuh"
+#include "device/properties.cuh"
+#include "device/ptx/async_copy.cuh"
+#include "device/ptx/cluster_share.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "device/threshold.cuh"
+#include "kernels/sampling_slice.cuh"
 
 namespace ridgeline {
 namespace {
 
 // ---- Constants --------------------------------------------------------------------------------
 
-using device::kLogitThreads;
+using device::kSampleThreads;
+using device::kSampleWarps;
 using device::kWarpSize;
+using Four = device::Vec<float, 4>;
 
-constexpr float kLog2E = 1.4426950408889634f;
-// Ids to a bin of mass: one thread a bin, then one thread an id.
-constexpr int kTile = kMaxVocabulary / kLogitThreads;
-constexpr int kMaxBound = kLogitThreads / 2;  // the largest top_k that thread maxima bound usefully
-constexpr int kTopPBound = 256;               // candidates wanted for top_p alone
-static_assert(kTile == kLogitThreads);
-static_assert(kTile % device::kLogitStep<float, 4> == 0 &&
-                  kTile % device::kLogitStep<__half, 4> == 0,
-              "a step of a warp lies in one bin");
+constexpr int kMaxBlocks = 16;           // of a cluster, a row's
+constexpr int kGroups = kSampleThreads;  // of a row's logits, whose maxima are known to every block
+constexpr int kMaxListed = kSampleThreads;  // candidates, a thread each
+constexpr int kMaxListedK = 256;  // 256 of 512 groups: 355 logits, where the largest lie anywhere
+constexpr int kBlocksOfSm = 2;    // 1024 threads load at a time
+
+static_assert(kMaxVocabulary / kSampleThreads < 4096, "a MassSum holds a thread's shares");
+
+struct SplitParams {
+  SampleParams params;
+  int resident_ids;  // of each warp's ids, kept in shared memory
+};
 
 // ---- Shared memory ----------------------------------------------------------------------------
 
-struct Shared {
-  device::Candidates candidates;
-  device::SearchScratch search;
-  std::uint64_t bins[kLogitThreads];  // mass of each tile of ids
-  std::uint64_t remaining;            // of the random target, inside the tile that was hit
-  int hit;
+struct RowValues {
+  std::int64_t seed;
+  std::int32_t position, top_k;
+  float temperature, top_p, min_p;
+};
+
+struct Candidates {
+  float value[kMaxListed];
+  int id[kMaxListed];
+};
+
+struct alignas(16) Shared {
+  RowValues row;
+  std::uint32_t maxima[kGroups];  // keys of the groups' largest
+  int listed;                     // candidates, and those for which there was no room
+  union {
+    Candidates candidates;                          // in the first block
+    std::uint64_t tiles[kMaxBlocks * kSampleWarps];  // mass of each warp's ids
+  };
+  union {
+    device::SearchScratch search;
+    std::uint64_t masses[kMaxListed];  // of the candidates
+  };
+  std::uint64_t partial[2][kSampleWarps];
 };
 
 // ---- Phases -----------------------------------------------------------------------------------
 
-/// What is drawn from: the row's logits after penalties, bias and mask. Addresses beside the logits
-/// are computed when they are needed: registers are what a block of 1024 threads is short of.
-template <class T, bool kAdjusted>
-struct Row {
-  const SampleParams& params;
-  std::int64_t index;
-  const T* logits;
-  int vocab;
+__device__ void request_row(const SampleParams& params, std::int64_t row, RowValues& values) {
+  ptx::copy_async_8(&values.seed, params.seeds + row, true);
+  ptx::copy_async_4(&values.position, params.positions + row, true);
+  ptx::copy_async_4(&values.top_k, params.top_k + row, true);
+  ptx::copy_async_4(&values.temperature, params.temperature + row, true);
+  ptx::copy_async_4(&values.top_p, params.top_p + row, true);
+  ptx::copy_async_4(&values.min_p, params.min_p + row, true);
+}
 
-  __device__ Row(const SampleParams& params, std::int64_t index)
-      : params(params),
-        index(index),
-        logits(static_cast<const T*>(params.logits) + index * params.stride_logits),
-        vocab(params.vocab) {}
-
-  __device__ float adjusted(float x, int id) const {
-    if constexpr (kAdjusted) {
-      if (id >= vocab) return kNegativeInfinity;
-      if (params.penalties != nullptr) {
-        const float* penalty = params.penalties + 3 * index;
-        const std::int32_t count = params.token_counts[index * params.stride_counts + id];
-        x = penalised_logit(x, count, penalty[0], penalty[1], penalty[2]);
-      }
-      if (params.bias != nullptr) x += params.bias[index * params.stride_bias + id];
-      if (params.mask != nullptr && !params.mask[index * params.stride_mask + id])
-        x = kNegativeInfinity;
-    }
-    return clean_logit(x);
-  }
-
-  __device__ float at(int id) const { return adjusted(device::to_float(logits[id]), id); }
-
-  /// kPieces 16-byte loads a lane in flight. Adjusted rows read up to four arrays beside, so one is
-  /// enough.
-  template <int kPieces, class Fn, class After>
-  __device__ __forceinline__ void for_each(Fn&& fn, After&& after) const {
-    device::for_each_logit<kAdjusted ? 1 : kPieces>(
-        logits, vocab, [&](float x, int id) { fn(adjusted(x, id), id); }, after);
-  }
-
-  template <int kPieces, class Fn>
-  __device__ __forceinline__ void for_each(Fn&& fn) const {
-    for_each<kPieces>(fn, [](int) {});
-  }
-};
-
-/// The weight of a token, by its logit: its mass, or one where tokens are counted.
-struct Mass {
-  float largest, scale;
-  std::uint64_t least;  // what min_p drops weighs nothing
-  bool counts;
-
-  __device__ std::uint64_t operator()(float x) const {
-    if (counts) return 1;
-    const std::uint64_t mass = mass_of(x, largest, scale);
-    return mass >= least ? mass : 0;
-  }
-};
-
-/// Adds up the masses of tokens of at least a value, by tiles of ids.
-template <class R>
-__device__ void fill_bins(const R& row, bool from_candidates, float at_least, const Mass& mass,
-                          Shared& shared) {
-  shared.bins[threadIdx.x] = 0;
-  __syncthreads();  // the bins are empty
-  auto* bins = reinterpret_cast<unsigned long long*>(shared.bins);
-  if (from_candidates) {
-    shared.candidates.for_each<1>([&](float x, int id) {
-      if (x >= at_least) atomicAdd(&bins[id / kTile], mass(x));
+/// The lowest id of a logit in this block.
+template <class Slice>
+__device__ int lowest_id(const Slice& slice, float value, float thread_max, Shared& shared) {
+  int id = device::MinIndex::kIdentity;
+  if (thread_max == value) {
+    slice.for_each([&](const Four& x, int first) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (x.data[j] == value) id = min(id, first + j);
     });
-  } else {
-    std::uint64_t sum = 0;
-    row.template for_each<2>([&](float x, int) { sum += x >= at_least ? mass(x) : 0; },
-                             [&](int start) {
-                               const std::uint64_t total = device::warp_reduce<device::SumU64>(sum);
-                               if (threadIdx.x % kWarpSize == 0)
-                                 atomicAdd(&bins[start / kTile], total);
-                               sum = 0;
-                             });
   }
-  __syncthreads();  // the bins are full
+  return device::block_reduce<device::MinIndex>(id, reinterpret_cast<int*>(shared.partial[1]));
 }
 
-/// The running sum of one value a thread, before this thread, and the total of all.
-struct Scan {
-  std::uint64_t before, total;
-
-  __device__ Scan(std::uint64_t value, Shared& shared) {
-    const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-    const std::uint64_t inclusive = device::warp_inclusive_sum(value);
-    if (lane == kWarpSize - 1) shared.search.partial[0][warp] = inclusive;
-    __syncthreads();  // every warp's sum is written
-    const std::uint64_t other = shared.search.partial[0][lane];
-    before = inclusive - value + device::warp_reduce<device::SumU64>(lane < warp ? other : 0);
-    total = device::warp_reduce<device::SumU64>(other);
-    __syncthreads();  // every thread has read the sums
+/// The logits from a bound on go to the first block. Returns how many they are.
+template <class Slice>
+__device__ int list_candidates(const Slice& slice, float bound, float thread_max, Shared& shared) {
+  if (thread_max >= bound && thread_max > kNegativeInfinity) {
+    Shared& first = *ptx::in_block(&shared, 0);
+    slice.for_each([&](const Four& x, int id) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if (!(x.data[j] >= bound) || x.data[j] == kNegativeInfinity) continue;
+        const int place = atomicAdd(&first.listed, 1);
+        if (place >= kMaxListed) continue;
+        first.candidates.value[place] = x.data[j];
+        first.candidates.id[place] = id + j;
+      }
+    });
   }
-};
-
-/// The first id at which the running mass passes random / 2^64 of the whole.
-template <class R>
-__device__ int draw(const R& row, float at_least, const Mass& mass, std::uint64_t random,
-                    Shared& shared) {
-  const std::uint64_t own_bin = shared.bins[threadIdx.x];
-  const Scan bins(own_bin, shared);
-  const std::uint64_t target = scale_random(random, bins.total);
-  if (target >= bins.before && target - bins.before < own_bin) {
-    shared.hit = threadIdx.x;
-    shared.remaining = target - bins.before;
-  }
-  __syncthreads();  // the tile that was hit is known
-  const int id = shared.hit * kTile + threadIdx.x;
-  const std::uint64_t remaining = shared.remaining;
-  const float x = id < row.vocab ? row.at(id) : kNegativeInfinity;
-  const std::uint64_t own = x >= at_least ? mass(x) : 0;
-  const Scan ids(own, shared);
-  if (remaining >= ids.before && remaining - ids.before < own) shared.hit = id;
-  __syncthreads();  // the token is known
-  return shared.hit;
+  ptx::cluster_arrive();
+  ptx::cluster_wait();  // every block's candidates are listed
+  return *ptx::in_block(&shared.listed, 0);
 }
 
-/// Masses of everything, the bound and the candidates that reach it: one pass.
-template <class R>
-__device__ std::uint64_t collect(const R& row, float bound, bool wants_total, const Mass& mass,
-                                 Shared& shared) {
-  if (threadIdx.x == 0) shared.candidates.count = 0;
-  __syncthreads();  // the list is empty
-  std::uint64_t sum[1] = {};
-  row.template for_each<2>([&](float x, int id) {
-    if (wants_total) sum[0] += mass(x);
-    if (x >= bound && x > kNegativeInfinity) shared.candidates.add(x, id);
+/// Draws from the listed candidates, of which the first top_k are among: one each thread, which
+/// compares it with all others.
+__device__ void draw_of_list(int count, const device::Mass& mass, std::uint64_t random,
+                             Shared& shared, std::int32_t* token) {
+  const int own = threadIdx.x;
+  const float x = own < count ? shared.candidates.value[own] : kNegativeInfinity;
+  const int id = own < count ? shared.candidates.id[own] : device::MinIndex::kIdentity;
+  const std::uint64_t weight = mass(x);
+  shared.candidates.value[own] = x;
+  shared.candidates.id[own] = id;
+  shared.masses[own] = weight;
+  __syncthreads();  // masses are written, and the list is filled up
+  int larger = 0;
+  std::uint64_t above = 0;
+  if (own < count) {
+#pragma unroll 4
+    for (int i = 0; i < count; ++i) {
+      const bool is_larger = shared.candidates.value[i] > x;
+      larger += is_larger;
+      above += is_larger ? shared.masses[i] : 0;
+    }
+  }
+  bool kept = own < count && larger < shared.row.top_k;
+  std::uint64_t total =
+      device::block_reduce<device::SumU64>(kept ? weight : 0, shared.partial[0]);
+  if (shared.row.top_p < 1.0f) {
+    const std::uint64_t wanted = scale_random(fraction_bits(shared.row.top_p), total);
+    kept = kept && above < max(wanted, std::uint64_t{1});
+    total = device::block_reduce<device::SumU64>(kept ? weight : 0, shared.partial[1]);
+  }
+  shared.masses[own] = kept ? weight : 0;  // its earlier values were read before a barrier
+  __syncthreads();                         // what is kept is known
+  if (!kept) return;
+  const std::uint64_t target = scale_random(random, total);
+  std::uint64_t before = 0;
+#pragma unroll 4
+  for (int i = 0; i < count; ++i) before += shared.candidates.id[i] < id ? shared.masses[i] : 0;
+  if (before <= target && target - before < weight) *token = id;
+}
+
+/// Draws from all logits of at least a value: the block that has the tile of the token finds it.
+template <class Slice>
+__device__ void draw_of_row(const Slice& slice, float at_least, const device::Mass& mass,
+                            std::uint64_t random, int rank, int blocks, Shared& shared,
+                            std::int32_t* token) {
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  device::MassSum sum;
+  slice.for_each([&](const Four& x, int) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum.add(x.data[j] >= at_least ? mass.share(x.data[j]) : 0.0f);
   });
-  device::block_sums(sum, shared.search);  // its barriers also complete the list
-  return shared.search.totals[0];
+  const std::uint64_t own_tile = device::warp_reduce<device::SumU64>(sum.total());
+  if (lane < blocks)
+    ptx::in_block(&shared, lane)->tiles[rank * kSampleWarps + warp] = own_tile;
+  ptx::cluster_arrive();
+  ptx::cluster_wait();  // every block has the masses of all tiles
+
+  const int tile = threadIdx.x;
+  const std::uint64_t of_tile = tile < blocks * kSampleWarps ? shared.tiles[tile] : 0;
+  const device::Scan tiles(of_tile, shared.partial[0]);
+  const std::uint64_t target = scale_random(random, tiles.total);
+  if (target >= tiles.before && target - tiles.before < of_tile)
+    shared.search.range = {static_cast<std::uint32_t>(tile), 0, target - tiles.before};
+  __syncthreads();  // the tile that was hit is known
+  const int hit = static_cast<int>(shared.search.range.low);
+  if (hit / kSampleWarps != rank) return;
+  const std::uint64_t remaining = shared.search.range.above;
+  const int ids = slice.warp_ids / kSampleThreads;
+  const int first = slice.first + hit % kSampleWarps * slice.warp_ids + threadIdx.x * ids;
+  const auto mass_at = [&](int id) {
+    const float x = slice.at(id);
+    return x >= at_least ? mass(x) : 0;
+  };
+  std::uint64_t own = 0;
+  for (int id = first; id < first + ids; ++id) own += mass_at(id);
+  const device::Scan scan(own, shared.partial[1]);
+  if (remaining < scan.before || remaining - scan.before >= own) return;
+  int id = first;
+  for (std::uint64_t passed = scan.before + mass_at(id); passed <= remaining; passed += mass_at(id))
+    ++id;
+  *token = id;
 }
 
-struct Threshold {
-  float value;
-  bool in_candidates;  // every token that reaches it is a candidate
-};
-
-/// Where top_k and top_p cut.
-template <class R>
-__device__ Threshold truncate(const R& row, int top_k, float top_p, float thread_max,
-                              const Mass& mass, Shared& shared) {
-  const bool has_k = top_k > 0 && top_k < row.vocab;
-  const int wanted = has_k ? top_k : kTopPBound;
-  const bool bounded = wanted <= kMaxBound;
-  const float bound =
-      bounded ? device::bound_of_largest(thread_max, mass.largest, wanted) : -kNegativeInfinity;
-  std::uint64_t total = collect(row, bound, !has_k, mass, shared);
-  const bool listed = bounded && shared.candidates.complete();
+/// Where top_k and top_p cut, from all logits.
+template <class Slice>
+__device__ std::uint32_t find_cut(const Slice& slice, bool has_k, const device::Mass& mass,
+                                  Shared& shared) {
   const std::uint32_t bottom = ordered_key(kNegativeInfinity), top = ordered_key(mass.largest) + 1;
-  const auto find = [&](bool in_list, device::Range range, std::uint64_t target,
-                        const Mass& weight) {
-    return device::find_threshold(row, shared.candidates, in_list, range, target, weight,
-                                  shared.search);
-  };
-
-  Threshold cut{kNegativeInfinity, false};
+  const RowValues row = shared.row;
+  std::uint32_t cut = bottom;
   if (has_k) {
-    const Mass count{.counts = true};
-    cut = {find(listed, {listed ? ordered_key(bound) : bottom, top, 0},
-                static_cast<std::uint64_t>(top_k), count),
-           listed};
+    const auto goal = [&](std::uint64_t) { return static_cast<std::uint64_t>(row.top_k); };
+    const auto count = [](float) { return std::uint64_t{1}; };
+    cut = device::find_threshold(slice, {bottom, top, 0}, goal, count, shared.search);
   }
-  if (!(top_p < 1.0f)) return cut;
-  const std::uint64_t listed_mass =
-      listed ? device::weight_from(shared.candidates, cut.value, mass, shared.search) : 0;
-  if (has_k)
-    total = listed ? listed_mass : device::weight_from(row, cut.value, mass, shared.search);
-  const std::uint64_t target = max(scale_random(fraction_bits(top_p), total), std::uint64_t{1});
-  const bool in_list = listed_mass >= target;
-  // Below 42 / scale under the largest there is no mass left.
-  const float floor = in_list ? bound : clean_logit(mass.largest - 42.0f / mass.scale);
-  const device::Range range{max(max(bottom, ordered_key(floor)), ordered_key(cut.value)),
-                            listed && !in_list ? ordered_key(bound) : top,
-                            in_list ? 0 : listed_mass};
-  return {find(in_list, range, target, mass), in_list};
+  if (!(row.top_p < 1.0f)) return cut;
+  // Below 42 / scale under the largest there is no mass.
+  const float floor = clean_logit(mass.largest - 42.0f / mass.scale);
+  const auto goal = [&](std::uint64_t total) {
+    return max(scale_random(fraction_bits(row.top_p), total), std::uint64_t{1});
+  };
+  return device::find_threshold(slice, {max(max(bottom, ordered_key(floor)), cut), top, 0}, goal,
+                                mass, shared.search);
 }
 
 // ---- Kernel -----------------------------------------------------------------------------------
 
-/// Grid: one block a row. First pass: the largest logit and each thread's own; a greedy row ends
-/// here. Second pass, with top_k or top_p: the logits above a bound that the threads' maxima give
-/// go to shared memory, and the rest of the work is done there; without: the mass of each tile of
-/// 1024 ids. Then one tile is read again and the token drawn from it.
+/// Grid: a cluster a row, of as many blocks as keep the device busy; a block owns neighbouring ids,
+/// a warp of it neighbouring ones, and keeps what fits of them in shared memory. First pass: each
+/// thread's largest logit; the maxima of 512 groups go to every block, so all know the largest. A
+/// greedy row ends here, in the block that has it. With a small top_k the maxima give a bound, the
+/// logits above it go to the first block, and each is compared with the others there. Otherwise
+/// thresholds are found by rounds of histograms over the cluster, each warp adds up the mass of its
+/// ids, and the block of the warp that is hit draws. Bytes: the logits once, and twice or more what
+/// does not fit where a row needs masses (two fifths of 128 rows of 128256).
 template <class T, bool kAdjusted>
-__global__ void __launch_bounds__(kLogitThreads)
-    sample_kernel(const __grid_constant__ SampleParams params) {
-  __shared__ Shared shared;
-  const std::int64_t index = blockIdx.x;
+__global__ void __launch_bounds__(kSampleThreads, kBlocksOfSm)
+    sample_kernel(const __grid_constant__ SplitParams split) {
+  extern __shared__ __align__(16) unsigned char memory[];
+  Shared& shared = *reinterpret_cast<Shared*>(memory);
+  using Slice = LogitSlice<T, kAdjusted>;
+  const SampleParams& params = split.params;
+  const int rank = ptx::cluster_rank(), blocks = ptx::cluster_blocks();
+  const std::int64_t index = blockIdx.x / blocks;
+  const int warp_ids = ids_of_warp(params.vocab, blocks);
+  const Slice slice{params, index, rank * kSampleWarps * warp_ids, warp_ids, split.resident_ids,
+                    reinterpret_cast<float*>(memory + sizeof(Shared))};
+  if (threadIdx.x == 0) shared.listed = 0;
+  ptx::cluster_arrive();
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
+  if (threadIdx.x == 0) request_row(params, index, shared.row);
 
-  const Row<T, kAdjusted> row(params, index);
-  float best = kNegativeInfinity;
-  int best_id = 0;
-  row.template for_each<4>([&](float x, int id) {
-    if (x > best) {
-      best = x;
-      best_id = id;
-    }
+  float best = kNegativeInfinity;  // of this thread
+  slice.template for_each<true>([&](const Four& x, int) {
+    best = fmaxf(best, fmaxf(fmaxf(x.data[0], x.data[1]), fmaxf(x.data[2], x.data[3])));
   });
-  const std::uint64_t first = device::block_reduce<device::MaxU64>(device::pair_key(best, best_id),
-                                                                   shared.search.partial[0]);
-  const float largest = device::value_of_pair(first), temperature = params.temperature[index];
-  if (!(temperature >= kGreedyBelow) || largest == kNegativeInfinity) {
-    if (threadIdx.x == 0) params.tokens[index] = device::id_of_pair(first);
+  const std::uint32_t group = device::group_max(ordered_key(best), blocks);
+  ptx::wait_copies<0>();
+  ptx::cluster_wait();  // every block has started, and the list is empty
+  const int own_groups = kGroups / blocks;
+  ptx::in_block(&shared, threadIdx.x % blocks)
+      ->maxima[rank * own_groups + static_cast<int>(threadIdx.x) / blocks] = group;
+  ptx::cluster_arrive();
+  ptx::cluster_wait();  // every block has all maxima
+  const std::uint32_t any_group = shared.maxima[threadIdx.x];
+  const std::uint64_t first = device::block_reduce<device::MaxU64>(
+      std::uint64_t{any_group} << 32 | ~threadIdx.x, shared.partial[0]);
+  const float largest = device::value_of_pair(first);
+  const RowValues& row = shared.row;
+  std::int32_t* token = params.tokens + index;
+  if (!(row.temperature >= kGreedyBelow) || largest == kNegativeInfinity) {
+    if (rank != device::id_of_pair(first) / own_groups) return;
+    const int id = lowest_id(slice, largest, best, shared);
+    if (threadIdx.x == 0) *token = id;
     return;
   }
 
-  __syncthreads();  // every thread has read the partials that block_reduce leaves
-  const Mass mass{largest, kLog2E / temperature, least_mass(params.min_p[index]), false};
-  const int top_k = params.top_k[index];
-  const float top_p = params.top_p[index];
-  Threshold cut{kNegativeInfinity, false};
-  if ((top_k > 0 && top_k < row.vocab) || top_p < 1.0f)
-    cut = truncate(row, top_k, top_p, best, mass, shared);
-  fill_bins(row, cut.in_candidates, cut.value, mass, shared);
-  const std::uint64_t random = random_bits(static_cast<std::uint64_t>(params.seeds[index]),
-                                           static_cast<std::uint32_t>(params.positions[index]));
-  const int token = draw(row, cut.value, mass, random, shared);
-  if (threadIdx.x == 0) params.tokens[index] = token;
+  const device::Mass mass(largest, row.temperature, row.min_p);
+  const std::uint64_t random = random_bits(static_cast<std::uint64_t>(row.seed),
+                                           static_cast<std::uint32_t>(row.position));
+  const bool has_k = row.top_k > 0 && row.top_k < params.vocab;
+  if (has_k && row.top_k <= kMaxListedK) {
+    const float bound =
+        device::bound_of_largest(from_ordered_key(any_group), largest, row.top_k);
+    const int count = list_candidates(slice, bound, best, shared);
+    if (count <= kMaxListed) {
+      ptx::cluster_arrive();
+      if (rank == 0) {
+        draw_of_list(count, mass, random, shared, token);
+        ptx::cluster_wait();  // every block has read the count
+      }
+      return;
+    }
+    ptx::cluster_arrive();
+    ptx::cluster_wait();  // every block has read the count, and the list is no more needed
+  }
+  std::uint32_t cut = ordered_key(kNegativeInfinity);
+  if (has_k || row.top_p < 1.0f) cut = find_cut(slice, has_k, mass, shared);
+  draw_of_row(slice, from_ordered_key(cut), mass, random, rank, blocks, shared, token);
 }
 
 }  // namespace
 
 // ---- Launch -----------------------------------------------------------------------------------
 
+namespace {
+
+/// Blocks of each row. While rows are few, as many blocks as there are SMs; with more rows twice as
+/// many, so that two on an SM keep enough loads in flight (128 rows of 128256 on an H200, greedy:
+/// 21.0 us with two blocks a row, 29.3 with one, 23.8 with four).
+int blocks_of_row(const SampleParams& params, int most) {
+  const int sms = device::multiprocessors();
+  const std::int64_t room = params.rows <= sms / 4 ? sms : 2 * sms;
+  int blocks = most;
+  while (blocks > 1 && (blocks * params.rows > room ||
+                        blocks / 2 * kSampleWarps * kSliceIds >= params.vocab))
+    blocks /= 2;
+  return blocks;
+}
+
+}  // namespace
+
 void sample(const SampleParams& params, Stream stream) {
   if (params.rows == 0) return;
-  const dim3 grid(checked_int32(params.rows, "sample: rows"));
   const bool adjusted =
       params.penalties != nullptr || params.bias != nullptr || params.mask != nullptr;
   device::dispatch_float(params.dtype, [&](auto type) {
     dispatch_bool(adjusted, [&](auto is_adjusted) {
       using T = typename decltype(type)::type;
-      device::launch_chained<sample_kernel<T, is_adjusted>>(grid, dim3(kLogitThreads), 0, stream,
-                                                            params, "sample");
+      constexpr auto kKernel = sample_kernel<T, is_adjusted>;
+      static const bool is_new = device::can_wait(kKernel);  // the code knows clusters
+      const bool has_clusters = is_new && device::attribute(cudaDevAttrClusterLaunch) != 0;
+      const bool is_hopper = device::attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+      const int blocks =
+          blocks_of_row(params, !has_clusters ? 1 : is_hopper ? kMaxBlocks : kMaxBlocks / 2);
+      if (blocks > 8)  // more than every device takes
+        device::cuda_check(
+            cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+            "sample");
+      constexpr int kReserved = 1024, kStepBytes = 4 * kSampleWarps * kSliceIds;
+      const int memory = device::attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+      const int room = memory / kBlocksOfSm - kReserved - static_cast<int>(sizeof(Shared));
+      const int steps = std::min(ids_of_warp(params.vocab, blocks) / kSliceIds,
+                                 std::max(room, 0) / kStepBytes);
+      const SplitParams split{params, steps * kSliceIds};
+      const dim3 grid(checked_int32(params.rows * blocks, "sample: rows"));
+      device::launch_chained<kKernel>(grid, dim3(kSampleThreads),
+                                      sizeof(Shared) + std::size_t{kStepBytes} * steps, stream,
+                                      split, "sample", blocks);
     });
   });
 }

@@ -40,8 +40,7 @@ __device__ void put_from_row(const T* row, int vocab, int count, Shared& shared,
         [&](float x, int id) {
           const std::uint64_t key = device::pair_key(clean_logit(x), id);
           if (id < vocab && key < last && key > best) best = key;
-        },
-        [](int) {});
+        });
     last = device::block_reduce<device::MaxU64>(best, shared.keys[place % 2]);
     if (threadIdx.x == 0) put(1 + place, device::value_of_pair(last), device::id_of_pair(last));
   }
@@ -79,9 +78,8 @@ __global__ void __launch_bounds__(kLogitThreads)
   ptx::wait_for_dependencies();
 
   float best = kNegativeInfinity;
-  const auto nothing = [](int) {};
-  device::for_each_logit<4>(
-      row, vocab, [&](float x, int) { best = fmaxf(best, clean_logit(x)); }, nothing);
+  device::for_each_logit<4>(row, vocab,
+                            [&](float x, int) { best = fmaxf(best, clean_logit(x)); });
   const std::uint64_t first =
       device::block_reduce<device::MaxU64>(device::pair_key(best, 0), shared.keys[0]);
   const float largest = device::value_of_pair(first);
@@ -96,8 +94,7 @@ __global__ void __launch_bounds__(kLogitThreads)
         if (id >= vocab) return;
         sum += value == largest ? 1.0f : ptx::exp2_approx((value - largest) * kLog2E);
         if (bounded && value >= bound) shared.candidates.add(value, id);
-      },
-      nothing);
+      });
   sum = device::block_reduce<device::Sum>(sum, shared.sums);  // its barrier also completes the list
 
   const auto put = [&](int place, float value, int id) {

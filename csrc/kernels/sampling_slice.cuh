@@ -1,0 +1,115 @@
+#pragma once
+#include "common/sampling.h"
+#include "device/threshold.cuh"
+#include "device/vec.cuh"
+#include "kernels/sampling.h"
+
+namespace ridgeline {
+
+constexpr int kSliceIds = 4 * 4 * device::kWarpSize;  // a warp's ids come in multiples of this
+
+/// Ids that each warp takes where a row is split over `blocks` blocks.
+constexpr int ids_of_warp(int vocab, int blocks) {
+  const int step = blocks * device::kSampleWarps * kSliceIds;
+  return (vocab + step - 1) / step * kSliceIds;
+}
+
+/// The logits of a row that one block looks after: its warps take as many neighbouring ids each, a
+/// lane four neighbours at a time. The first ones of each warp stay in shared memory, the others
+/// are read again when they are needed again.
+template <class T, bool kAdjusted>
+struct LogitSlice {
+  using Four = device::Vec<float, 4>;
+  static constexpr int kPieceIds = 4 * device::kWarpSize;
+  // Loads in flight. Adjusted rows read up to four arrays, so one of each is enough.
+  static constexpr int kPieces = kAdjusted ? 1 : 4;
+  static constexpr int kStepIds = kPieces * kPieceIds;
+
+  const SampleParams& params;
+  std::int64_t row;
+  int first;         // id
+  int warp_ids;      // ids of each warp
+  int resident_ids;  // of them in shared memory
+  float* values;     // [warp][resident_ids]
+
+  __device__ const T* logits() const {
+    return static_cast<const T*>(params.logits) + row * params.stride_logits;
+  }
+
+  /// The logit after penalties, bias and mask.
+  __device__ float adjusted(float x, int id) const {
+    if (params.penalties != nullptr) {
+      const float* penalty = params.penalties + 3 * row;
+      const std::int32_t count = params.token_counts[row * params.stride_counts + id];
+      x = penalised_logit(x, count, penalty[0], penalty[1], penalty[2]);
+    }
+    if (params.bias != nullptr) x += params.bias[row * params.stride_bias + id];
+    if (params.mask != nullptr && !params.mask[row * params.stride_mask + id])
+      x = kNegativeInfinity;
+    return x;
+  }
+
+  /// The adjusted logit, NaN as -inf; -inf past the end of the row.
+  __device__ float at(int id) const {
+    if (id >= params.vocab) return kNegativeInfinity;
+    const float x = device::to_float(logits()[id]);
+    return clean_logit(kAdjusted ? adjusted(x, id) : x);
+  }
+
+  /// The logits of a step that starts at this lane's `id`.
+  __device__ __forceinline__ void read(const T* source, bool aligned, int id,
+                                       Four (&x)[kPieces]) const {
+    if (aligned && id - id % kPieceIds + kStepIds <= params.vocab) {
+      device::Vec<T, 4> pieces[kPieces];
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i)
+        pieces[i] = device::load_vec<4>(source + id + i * kPieceIds);
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        x[i] = device::floats(pieces[i]);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          if (kAdjusted) x[i].data[j] = adjusted(x[i].data[j], id + j);
+          x[i].data[j] = clean_logit(x[i].data[j]);
+        }
+      }
+    } else {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) x[i].data[j] = at(id + i * kPieceIds + j);
+    }
+  }
+
+  /// Calls fn(four logits, id of the first) for each four of this thread. The first time, it also
+  /// fills shared memory.
+  template <bool kFirst = false, class Fn>
+  __device__ __forceinline__ void for_each(Fn&& fn) const {
+    const int lane = threadIdx.x % device::kWarpSize, warp = threadIdx.x / device::kWarpSize;
+    const T* source = logits();
+    const bool aligned = reinterpret_cast<std::uintptr_t>(source) % (4 * sizeof(T)) == 0;
+    const int begin = first + warp * warp_ids + 4 * lane;
+    float* own = values + warp * resident_ids + 4 * lane;
+#pragma unroll 1
+    for (int start = 0; start < warp_ids; start += kStepIds) {
+      Four x[kPieces];
+      const bool is_resident = start < resident_ids;
+      if (kFirst || !is_resident) read(source, aligned, begin + start, x);
+      if (is_resident) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i) {
+          float* at = own + start + i * kPieceIds;
+          if (kFirst) {
+            device::store(at, x[i]);
+          } else {
+            x[i] = device::load_vec<4>(at);
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) fn(x[i], begin + start + i * kPieceIds);
+    }
+  }
+};
+
+}  // namespace ridgeline
