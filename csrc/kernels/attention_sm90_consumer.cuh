@@ -94,7 +94,8 @@ struct Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Tile::kKeys / 16; ++i)
-      ptx::WgmmaRegisters<Tile::kSize, T>::mma(sums, weights[i], v + i * 16 * kRowBytes / 16);
+      ptx::WgmmaRegisters<Tile::kSize, T, ptx::Contiguous::kColumns>::mma(
+          sums, weights[i], v + i * 16 * kRowBytes / 16);
     ptx::wgmma_commit();
   }
 

@@ -2,7 +2,7 @@
 
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
-#include "device/ptx/wgmma_rows.cuh"
+#include "device/ptx/wgmma_registers.cuh"
 #include "kernels/gemm_launch.cuh"
 #include "kernels/gemm_sm90_expand.cuh"
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ void multiply(Sums<Tile>& sums, const Fragments<Tile>
   for (int step = 0; step < kSteps; ++step)
 #pragma unroll
     for (int band = 0; band < Tile::kBands; ++band)
-      ptx::WgmmaRegistersRows<Tile::kRows, typename Tile::T>::mma(
+      ptx::WgmmaRegisters<Tile::kRows, typename Tile::T, ptx::Contiguous::kInner>::mma(
           sums[band], weights.a[band][step], x + step * kStepBytes / 16);
   ptx::wgmma_commit();
 }
