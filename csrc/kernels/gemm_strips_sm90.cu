@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(Cut::kWarps * 32, Cut::kResident)
     for (int i = 0; i < kScaleBuffers; ++i) ptx::mbarrier_init(&shared.scaled[i], 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      ptx::mbarrier_init(&shared.done[i], kWarps);
-      ptx::mbarrier_init(&shared.free[i], finishers);
+      ptx::mbarrier_init(&shared.done[i], kThreads);
+      ptx::mbarrier_init(&shared.free[i], finishers * 32);
     }
   }
   if (lane == 0) {
@@ -165,8 +165,7 @@ __global__ void __launch_bounds__(Cut::kWarps * 32, Cut::kResident)
       const int m = i / 4 * kTokens + i % 2;
       if (lane % 4 * 2 + m < rows) mine[i % 4 / 2 * 8 * rows + m] = sums[i / 4][i % 4];
     }
-    __syncwarp();  // the sums of every lane are written
-    if (lane == 0) ptx::mbarrier_arrive(&shared.done[buffer]);
+    ptx::mbarrier_arrive(&shared.done[buffer]);  // this lane's sums are written
     const bool gate = params.paired == 2 && buffer == 0;
     const int next_row = RequestsOf::next_row(params, row, buffer == 1);
     const int share = (warp + kWarps - strip / params.paired * finishers % kWarps) % kWarps;
@@ -178,11 +177,8 @@ __global__ void __launch_bounds__(Cut::kWarps * 32, Cut::kResident)
         request_scales(strip + params.ahead);
       }
       finish_sum<T, kWarps>(params, sums_at, of_strip, share * 32 + lane, row);
-      __syncwarp();  // every lane has read the sums
-      if (lane == 0) {
-        if (params.paired == 2) ptx::mbarrier_arrive(&shared.free[0]);
-        ptx::mbarrier_arrive(&shared.free[buffer]);
-      }
+      if (params.paired == 2) ptx::mbarrier_arrive(&shared.free[0]);
+      ptx::mbarrier_arrive(&shared.free[buffer]);  // this lane has read the sums
     }
     row = next_row;
   }
