@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ridgeline.ops._gradient import inference_only
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -34,7 +35,8 @@ def bias_gelu(
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    return _ops.bias_gelu(x, bias, approximate, weights_ready)
+    out = _ops.bias_gelu(x, bias, approximate, weights_ready)
+    return inference_only(out, "bias_gelu", x, bias)
 
 
 def silu_mul(x: Tensor) -> Tensor:
@@ -51,7 +53,7 @@ def silu_mul(x: Tensor) -> Tensor:
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return _ops.silu_mul(x)
+    return inference_only(_ops.silu_mul(x), "silu_mul", x)
 
 
 def gelu_mul(x: Tensor, approximate: Approximate = "none") -> Tensor:
@@ -70,7 +72,7 @@ def gelu_mul(x: Tensor, approximate: Approximate = "none") -> Tensor:
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return _ops.gelu_mul(x, approximate)
+    return inference_only(_ops.gelu_mul(x, approximate), "gelu_mul", x)
 
 
 def _half(x: Tensor) -> Tensor:

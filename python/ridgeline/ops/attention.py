@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ridgeline._debug import check_ids
+from ridgeline.ops._gradient import inference_only
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -39,6 +40,13 @@ def _window(window: int | None) -> int:
     if window < 1:
         raise ValueError(f"window: expected None or at least 1, got {window}")
     return window
+
+
+def _result(
+    name: str, out: Tensor, lse: Tensor, return_lse: bool, *inputs: Tensor
+) -> Tensor | tuple[Tensor, Tensor]:
+    out = inference_only(out, name, *inputs)
+    return (out, inference_only(lse, name, *inputs)) if return_lse else out
 
 
 def attention(
@@ -70,7 +78,7 @@ def attention(
     for softmax", 2018.
     """
     out, lse = _ops.attention(q, k, v, sinks, causal, _scale(scale, q), _window(window), softcap)
-    return (out, lse) if return_lse else out
+    return _result("attention", out, lse, return_lse, q, k, v)
 
 
 def attention_varlen(
@@ -111,7 +119,7 @@ def attention_varlen(
     out, lse = _ops.attention_varlen(
         q, k, v, cu_q, cu_k, max_q, max_k, sinks, causal, _scale(scale, q), _window(window), softcap
     )
-    return (out, lse) if return_lse else out
+    return _result("attention_varlen", out, lse, return_lse, q, k, v)
 
 
 def paged_attention(
@@ -189,7 +197,7 @@ def paged_attention(
         sinks, causal, _scale(scale, q), _window(window), softcap, shared_blocks,
         batch_invariant, workspace, counters,
     )  # fmt: skip
-    return (out, lse) if return_lse else out
+    return _result("paged_attention", out, lse, return_lse, q)
 
 
 def merge_attention(
@@ -208,7 +216,10 @@ def merge_attention(
     Raises:
         ValueError: shape, dtype or stride not as above.
     """
-    return _ops.merge_attention(out_a, lse_a, out_b, lse_b)
+    out, lse = _ops.merge_attention(out_a, lse_a, out_b, lse_b)
+    joined = _result("merge_attention", out, lse, True, out_a, lse_a, out_b, lse_b)
+    assert isinstance(joined, tuple)
+    return joined
 
 
 def attention_workspace_bytes(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ridgeline.ops._gradient import inference_only
 from ridgeline.ops.int4_weight import Int4Weight
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
@@ -53,7 +54,7 @@ def linear(
     Raises:
         ValueError: dtype, device or shape differ from the above; the message names the argument.
     """
-    return _ops.linear(
+    out = _ops.linear(
         x,
         weight,
         bias,
@@ -64,6 +65,7 @@ def linear(
         batch_invariant,
         weights_ready,
     )
+    return inference_only(out, "linear", x, weight, bias, residual)
 
 
 def int4_linear(
@@ -103,7 +105,7 @@ def int4_linear(
     Source: layout after Frantar et al., "MARLIN", 2024; dequantisation after Kim et al., "Who Says
         Elephants Can't Run", 2022.
     """
-    return _ops.int4_linear(
+    out = _ops.int4_linear(
         x,
         weight.packed,
         weight.scales,
@@ -121,6 +123,7 @@ def int4_linear(
         batch_invariant,
         weights_ready,
     )
+    return inference_only(out, "int4_linear", x, bias, residual)
 
 
 def fp8_linear(
@@ -168,7 +171,7 @@ def fp8_linear(
     out = (out_dtype or torch.bfloat16) if is_fp8 else (out_dtype or x.dtype)
     if not is_fp8 and out != x.dtype:
         raise ValueError(f"out_dtype: expected None or the dtype of x, {x.dtype}, got {out_dtype}")
-    return _ops.fp8_linear(
+    out = _ops.fp8_linear(
         x,
         weight,
         weight_scale,
@@ -182,6 +185,7 @@ def fp8_linear(
         batch_invariant,
         weights_ready,
     )
+    return inference_only(out, "fp8_linear", x, bias, residual)
 
 
 # ---- Shapes without data -----------------------------------------------------------------------

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ridgeline._debug import check_ids
+from ridgeline.ops._gradient import refuse_in_place
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -33,6 +34,7 @@ def rope(
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     check_ids("positions", positions, 0, cos_sin.shape[0])
+    refuse_in_place("rope", q, k)
     _ops.rope(q, k, positions, cos_sin, interleaved)
 
 
@@ -99,6 +101,7 @@ def rope_write_kv(
     """
     check_ids("positions", positions, 0, cos_sin.shape[0])
     check_ids("slots", slots, 0, k_cache.shape[0] * k_cache.shape[1])
+    refuse_in_place("rope_write_kv", q)
     _ops.rope_write_kv(
         q, k, v, positions, cos_sin, k_cache, v_cache, slots, k_scale, v_scale, interleaved
     )

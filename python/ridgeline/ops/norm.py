@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ridgeline.ops._gradient import inference_only, refuse_in_place
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -67,8 +68,10 @@ def rmsnorm(
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
     if out_quant is None:
-        return _ops.rmsnorm(x, weight, eps, offset, weights_ready)
-    return _ops.rmsnorm_quant(x, weight, eps, offset, out_quant, weights_ready)
+        out = _ops.rmsnorm(x, weight, eps, offset, weights_ready)
+        return inference_only(out, "rmsnorm", x, weight)
+    y, scale = _ops.rmsnorm_quant(x, weight, eps, offset, out_quant, weights_ready)
+    return inference_only(y, "rmsnorm", x, weight), inference_only(scale, "rmsnorm", x, weight)
 
 
 @overload
@@ -120,9 +123,13 @@ def add_rmsnorm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
+    refuse_in_place("add_rmsnorm", residual)
     if out_quant is None:
-        return _ops.add_rmsnorm(x, residual, weight, eps, offset, weights_ready)
-    return _ops.add_rmsnorm_quant(x, residual, weight, eps, offset, out_quant, weights_ready)
+        out = _ops.add_rmsnorm(x, residual, weight, eps, offset, weights_ready)
+        return inference_only(out, "add_rmsnorm", x, weight)
+    y, scale = _ops.add_rmsnorm_quant(x, residual, weight, eps, offset, out_quant, weights_ready)
+    inputs = "add_rmsnorm", x, weight
+    return inference_only(y, *inputs), inference_only(scale, *inputs)
 
 
 def layernorm(
@@ -152,7 +159,8 @@ def layernorm(
 
     Source: Ba, Kiros and Hinton, "Layer Normalization", 2016.
     """
-    return _ops.layernorm(x, weight, bias, eps, weights_ready)
+    out = _ops.layernorm(x, weight, bias, eps, weights_ready)
+    return inference_only(out, "layernorm", x, weight, bias)
 
 
 def layernorm_gelu(
@@ -178,7 +186,8 @@ def layernorm_gelu(
 
     Source: Hendrycks and Gimpel, "Gaussian Error Linear Units", 2016.
     """
-    return _ops.layernorm_gelu(x, weight, bias, eps, approximate, weights_ready)
+    out = _ops.layernorm_gelu(x, weight, bias, eps, approximate, weights_ready)
+    return inference_only(out, "layernorm_gelu", x, weight, bias)
 
 
 # ---- Fakes --------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ridgeline.ops._gradient import inference_only
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -37,7 +38,8 @@ def quantize_fp8(x: Tensor, granularity: Granularity = "row") -> tuple[Tensor, T
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", 2022.
     """
-    return _ops.quantize_fp8(x, granularity)
+    q, scale = _ops.quantize_fp8(x, granularity)
+    return inference_only(q, "quantize_fp8", x), inference_only(scale, "quantize_fp8", x)
 
 
 def _scale_shape(x: Tensor, granularity: str) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ridgeline.ops._gradient import inference_only
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -32,7 +33,7 @@ def row_reduce(x: Tensor, op: ReduceOp) -> Tensor:
 
     Source: the reductions of torch.
     """
-    return _ops.row_reduce(x, op)
+    return inference_only(_ops.row_reduce(x, op), "row_reduce", x)
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ def softmax(x: Tensor) -> Tensor:
 
     Source: ``torch.softmax``.
     """
-    return _ops.softmax(x)
+    return inference_only(_ops.softmax(x), "softmax", x)
 
 
 @torch.library.register_fake("ridgeline::row_reduce")

@@ -1,0 +1,74 @@
+"""No op has a backward: what asks one for a gradient gets an error, never a gradient left out.
+
+PyTorch only warns there and goes on without the gradient. The check is one attribute of the result,
+so that inference pays nothing; where gradients are recorded, the result passes through an op whose
+backward raises when it runs, in eager mode and in a compiled graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def inference_only(out: Tensor, name: str, *inputs: Tensor | None) -> Tensor:
+    """``out`` of the op ``name``, made of ``inputs``; one whose gradient is an error."""
+    # While a graph is traced the result does not know it yet.
+    tracing = torch.compiler.is_compiling() and torch.is_grad_enabled()
+    if not (out.requires_grad or tracing):
+        return out
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
+    return torch.ops.ridgeline.without_gradient(out, wanted, name) if wanted else out
+
+
+def refuse_in_place(name: str, *changed: Tensor) -> None:
+    """Refuses to change tensors in place that gradients are recorded for.
+
+    Raises:
+        NotImplementedError: says how to call the op instead.
+    """
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in changed):
+        raise NotImplementedError(_message(name))
+
+
+def _message(name: str) -> str:
+    return (
+        f"ridgeline.ops.{name} has no backward: call it under torch.inference_mode() or "
+        "torch.no_grad(), or use PyTorch's own operations where gradients are needed"
+    )
+
+
+@torch.library.custom_op("ridgeline::without_gradient", mutates_args=())
+def _without_gradient(out: Tensor, inputs: Sequence[Tensor], name: str) -> Tensor:
+    return out.clone()
+
+
+@_without_gradient.register_fake
+def _(out: Tensor, inputs: Sequence[Tensor], name: str) -> Tensor:
+    return torch.empty_like(out)
+
+
+@torch.library.custom_op("ridgeline::refuse_gradient", mutates_args=())
+def _refuse_gradient(wanted: Tensor, gradient: Tensor, name: str) -> Tensor:
+    raise NotImplementedError(_message(name))
+
+
+@_refuse_gradient.register_fake
+def _(wanted: Tensor, gradient: Tensor, name: str) -> Tensor:
+    return torch.empty_like(wanted)
+
+
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1])
+    ctx.name = inputs[2]
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[None, list[Tensor], None]:
+    refuse = torch.ops.ridgeline.refuse_gradient  # its results are used, or a compiler drops it
+    return None, [refuse(wanted, gradient, ctx.name) for wanted in ctx.saved_tensors], None
+
+
+_without_gradient.register_autograd(_backward, setup_context=_keep_inputs)
