@@ -14,11 +14,11 @@ constexpr int kMaxCandidates = 4096;
 
 /// Adds on 64-bit integers, and picks the largest: no order of the lanes changes the result.
 struct SumU64 {
-  static constexpr std::uint64_t kIdentity = 0;
+  __device__ static std::uint64_t identity() { return 0; }
   __device__ static std::uint64_t combine(std::uint64_t a, std::uint64_t b) { return a + b; }
 };
 struct MaxU64 {
-  static constexpr std::uint64_t kIdentity = 0;
+  __device__ static std::uint64_t identity() { return 0; }
   __device__ static std::uint64_t combine(std::uint64_t a, std::uint64_t b) {
     return a > b ? a : b;
   }

@@ -32,17 +32,13 @@ class HeldRow {
   static constexpr int kMaxThreads = 512;
   static constexpr int kMinBlocks = kVecs <= 4 ? 2 : 1;  // 64 and 128 registers: no spill
 
-  /// Deals the pieces out for a row at `row`, a thread's piece number `first` as its first; loads
-  /// nothing.
-  __device__ HeldRow(const T* row, int cols, int first = 0)
+  /// Deals the pieces out for a row at `row`; loads nothing.
+  __device__ HeldRow(const T* row, int cols)
       : cols_(cols),
-        skipped_(kFull ? 0 : reinterpret_cast<std::uintptr_t>(row) % 128 / sizeof(Vec<T>)),
-        first_(first) {}
+        skipped_(kFull ? 0 : reinterpret_cast<std::uintptr_t>(row) % 128 / sizeof(Vec<T>)) {}
 
-  /// The first kCount pieces of each thread.
-  template <int kCount = kVecs>
   __device__ void load(const T* data) {
-    visit_padded<kCount>([&](int, int column, Vec<T>& piece, bool inside) {
+    visit_padded([&](int, int column, Vec<T>& piece, bool inside) {
       piece = {};
       if (inside) piece = device::load(data + column);
     });
@@ -69,12 +65,12 @@ class HeldRow {
   /// of the row; they are zeros and stand at column 0. No branch parts the pieces, so that what fn
   /// loads for one is on its way while another is computed (H200, bf16 layernorm 8192 x 4096:
   /// 37.6 us with branches, 35.2). Beside eight pieces that takes the registers of other blocks
-  /// (rmsnorm 8192 x 8200: 69.7 us with branches, 78.6). Only the first kCount pieces of each thread.
-  template <int kCount = kVecs, class Fn>
+  /// (rmsnorm 8192 x 8200: 69.7 us with branches, 78.6).
+  template <class Fn>
   __device__ void visit_padded(Fn&& fn) {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int number = (i + first_) % kVecs * static_cast<int>(blockDim.x);
+    for (int i = 0; i < kVecs; ++i) {
+      const int number = i * static_cast<int>(blockDim.x);
       const int column = (number + static_cast<int>(threadIdx.x) - skipped_) * kWidth;
       const bool inside =
           kFull || static_cast<unsigned>(column) < static_cast<unsigned>(cols_);
@@ -88,7 +84,6 @@ class HeldRow {
   Vec<T> vecs_[kVecs];
   int cols_;
   int skipped_;  // pieces between the line's begin and the row's
-  int first_;
 };
 
 /// The share left in memory and read again by each visit, through L2: for rows wider than the
@@ -103,7 +98,7 @@ class StreamedRow {
   static constexpr int kMaxThreads = 512;
   static constexpr int kMinBlocks = 1;
 
-  __device__ StreamedRow(const T*, int cols, int = 0) : row_(nullptr), cols_(cols) {}
+  __device__ StreamedRow(const T*, int cols) : row_(nullptr), cols_(cols) {}
 
   __device__ void load(const T* data) { row_ = data; }
 
@@ -127,7 +122,7 @@ class StreamedRow {
     }
   }
 
-  template <int = 0, class Fn>
+  template <class Fn>
   __device__ void visit_padded(Fn&& fn) {
     visit([&](int i, int column, auto& piece) { fn(i, column, piece, true); });
   }
@@ -163,24 +158,10 @@ __device__ __forceinline__ void store_inside(T* p, Vec<T, kCount> piece, bool in
   if (inside) store(p, piece);
 }
 
-/// Two reductions of one pair per thread, at the price of one. `scratch` holds one pair per warp.
-template <class First, class Second>
-__device__ float2 block_reduce_both(float2 value, float2* scratch) {
-  const auto both = [](float2 v) {
-    return make_float2(warp_reduce<First>(v.x), warp_reduce<Second>(v.y));
-  };
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  value = both(value);
-  if (lane == 0) scratch[warp] = value;
-  __syncthreads();  // every warp's partial is in scratch
-  const int warps = blockDim.x / kWarpSize;
-  return both(lane < warps ? scratch[lane] : make_float2(First::kIdentity, Second::kIdentity));
-}
-
 /// Lets L2 fetch the row that a block some way ahead will read, so that memory is busy while this
 /// block computes. `x` is the matrix, `index` this block's row. 4 MB ahead, H200, bf16 layernorm
-/// with GELU: 8192 x 4096 36.5 us and 35.9 with it, 8192 x 8192 70.6 and 68.3; 1 MB more or less
-/// does not matter, 15 MB lose as much as they gain.
+/// with GELU: 8192 x 4096 36.5 us and 35.9 with it, 8192 x 8192 70.6 and 68.3, rmsnorm with a
+/// residual 134.6 and 130.4; 1 MB more or less does not matter, 15 MB lose as much as they gain.
 template <class Row, class T>
 __device__ void prefetch_ahead(const void* x, std::int64_t stride, std::int64_t index,
                                std::int64_t rows, int cols) {
@@ -192,19 +173,22 @@ __device__ void prefetch_ahead(const void* x, std::int64_t stride, std::int64_t 
   }
 }
 
+/// Up to a row an SM latency is what costs, not registers.
+constexpr int kFewRows = 132;
+
 /// How a row of T is shared out, decided on the host.
 struct RowLayout {
   int cols;
   bool vectors;  // every row is aligned to 16 bytes and a whole number of them long
   bool lines;    // every row begins at a 128-byte line
-  bool few = false;  // not a row for each SM: see kShortShares
+  bool few = false;   // not a row for each SM: see kFewShares
   bool full = false;  // a HeldRow of kFull may be used
 };
 
 /// Calls fn(Type<Row>{}, threads). kStreamVectors: rows wider than registers are streamed 16 bytes
-/// at a time instead of element by element. kShortShares: a few rows go to twice the threads.
+/// at a time instead of element by element. kFewShares: each of a few rows goes to twice the threads.
 /// kFullRows: rows that allow it are held as full ones.
-template <class T, bool kStreamVectors, bool kShortShares = false, bool kFullRows = false, class Fn>
+template <class T, bool kStreamVectors, bool kFewShares = false, bool kFullRows = false, class Fn>
 void dispatch_row(const RowLayout& layout, Fn&& fn) {
   constexpr int kWidth = Vec<T>::kSize;
   // 128 threads of four pieces each: H200, rmsnorm of bf16 8192 x 4096: 33.9 us; 256 of two: 37.6.
@@ -213,7 +197,7 @@ void dispatch_row(const RowLayout& layout, Fn&& fn) {
     return std::max(kWarpSize, round_up(ceil_div(pieces, each), kWarpSize));
   };
   const int pieces = ceil_div(layout.cols, kWidth) + (layout.lines ? 0 : 128 / 16 - 1);
-  if constexpr (kShortShares) {
+  if constexpr (kFewShares) {
     if (layout.few && layout.vectors && pieces <= 2 * HeldRow<T, 2>::kMaxThreads)
       return fn(Type<HeldRow<T, 2>>{}, threads_for(pieces, 2));
   }

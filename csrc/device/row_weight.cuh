@@ -18,11 +18,9 @@ class RowWeight {
   __device__ RowWeight(const Row& row, const void* data)
       : held_(row), data_(static_cast<const Stored*>(data)) {}
 
-  /// Reads what is kept: the first kCount pieces of each thread.
-  template <int kCount = Row::kPieces>
   __device__ void load() {
     if constexpr (kKept)
-      if (data_ != nullptr) held_.template load<kCount>(data_);
+      if (data_ != nullptr) held_.load(data_);
   }
 
   __device__ Vec<float, Row::kWidth> at(int i, int column) const {

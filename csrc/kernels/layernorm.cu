@@ -15,8 +15,6 @@ using Activation = LayerNormParams::Activation;
 // ---- Constants ----------------------------------------------------------------------------------
 
 constexpr int kMaxWarps = 512 / device::kWarpSize;
-constexpr int kFewRows = 132;  // up to a row an SM latency is what costs, not registers
-constexpr int kParts = 4;      // blocks that share one of few rows
 
 // Beside a mean of up to 4 deviations E[x^2] - mean^2 is within 2^-18 of itself.
 constexpr float kLargestMean = 16.0f;  // mean^2 / variance
@@ -35,7 +33,8 @@ __device__ float2 moments(Row& row, float share_of_one, float2* partial_sums,
       sums = make_float2(sums.x + v, fmaf(v, v, sums.y));
     share = make_float2(share.x + sums.x, share.y + sums.y);
   });
-  const float2 sums = device::block_reduce_both<device::Sum, device::Sum>(share, partial_sums);
+  using Both = device::Both<device::Sum, device::Sum>;
+  const float2 sums = device::block_reduce<Both>(share, partial_sums);
   const float mean = sums.x * share_of_one;
   const float variance = sums.y * share_of_one - mean * mean;
   if (kFast && mean * mean <= kLargestMean * variance) return {mean, variance};
@@ -51,11 +50,11 @@ __device__ float normalised(float x, float mean, float scale) {
   return kFast ? fmaf(x, scale, -mean * scale) : (x - mean) * scale;
 }
 
-/// y = activate((x - mean) * scale * weight + bias), for the first kOwn pieces of each thread.
-template <int kOwn, class T, class Row, class Weight, class Fn>
+/// y = activate((x - mean) * scale * weight + bias).
+template <class T, class Row, class Weight, class Fn>
 __device__ void store_row(T* y, Row& row, const Weight& weight, const Weight& bias, float mean,
                           float scale, Fn activate) {
-  row.template visit_padded<kOwn>([&](int i, int column, const auto& piece, bool inside) {
+  row.visit_padded([&](int i, int column, const auto& piece, bool inside) {
     const auto w = weight.at(i, column), b = bias.at(i, column);
     auto values = device::floats(piece);
 #pragma unroll
@@ -69,44 +68,40 @@ __device__ void store_row(T* y, Row& row, const Weight& weight, const Weight& bi
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// Grid: one block a row; kSplit, for few rows: kParts of them, which all read the whole row for its
-/// mean and variance and write a part each (H200, bf16 with GELU 1 x 8192: one block 2.2 us, four
-/// 1.6; 64 x 8192: 2.7 and 2.4). Block: a whole number of warps; a thread owns the pieces of the row
-/// that Row deals it. Shared memory: three floats a warp. With kSplit weight and bias are on their
-/// way together with the row; else they are read where they are used, since kept beside the row they
-/// take the registers of other blocks (H200, bf16 8192 x 4096 with GELU: 40.8 us, kept 42.8).
+/// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
+/// Row deals it. Shared memory: three floats a warp. Beside few rows weight and bias are on their way
+/// together with the row; else they are read where they are used, since kept beside the row they take
+/// the registers of other blocks (H200, bf16 8192 x 4096 with GELU: 40.8 us, kept 42.8).
 ///
 /// Bytes: the row in and out, weight and bias from L2. With GELU about 20 instructions an element,
 /// of the 33 that fit in its share of the time at the bandwidth of an H200: still bandwidth.
-template <class T, class Row, bool kFloatWeights, bool kHasActivation, bool kSplit>
+template <class T, class Row, bool kFloatWeights, bool kHasActivation>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     layernorm_kernel(const __grid_constant__ LayerNormParams params) {
   __shared__ float2 partial_sums[kMaxWarps];
   __shared__ float partial_squares[kMaxWarps];
   constexpr bool kFast = sizeof(T) == 2;
-  constexpr int kOwn = kSplit ? Row::kPieces / kParts : Row::kPieces;
-  const std::int64_t index = kSplit ? blockIdx.x / kParts : blockIdx.x;
-  const int first = kSplit ? blockIdx.x % kParts * kOwn : 0;
-  const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
+  constexpr bool kFew = Row::kPieces == 2;
 
   ptx::launch_dependents();
+  const std::int64_t index = blockIdx.x;
   const float share_of_one = 1.0f / static_cast<float>(params.cols);
-  Row row(x, params.cols, first);
-  device::RowWeight<T, Row, kFloatWeights, kSplit> weight(row, params.weight);
-  device::RowWeight<T, Row, kFloatWeights, kSplit> bias(row, params.bias);
+  const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
+  Row row(x, params.cols);
+  device::RowWeight<T, Row, kFloatWeights, kFew> weight(row, params.weight);
+  device::RowWeight<T, Row, kFloatWeights, kFew> bias(row, params.bias);
+  if (params.weights_ready) weight.load(), bias.load();
   ptx::wait_for_dependencies();
 
   row.load(x);
-  weight.template load<kOwn>();
-  bias.template load<kOwn>();
+  if (!params.weights_ready) weight.load(), bias.load();
   device::prefetch_ahead<Row, T>(params.x, params.stride_x_row, index, params.rows, params.cols);
-  const auto [mean, variance] =
-      moments<kFast>(row, share_of_one, partial_sums, partial_squares);
+  const auto [mean, variance] = moments<kFast>(row, share_of_one, partial_sums, partial_squares);
   const float scale = rsqrtf(variance + params.eps);
 
   T* y = static_cast<T*>(params.y) + index * params.cols;
   const auto store = [&](auto activate) {
-    store_row<kOwn>(y, row, weight, bias, mean, scale, activate);
+    store_row(y, row, weight, bias, mean, scale, activate);
   };
   if constexpr (!kHasActivation) {
     store([](float v) { return v; });
@@ -132,21 +127,17 @@ void layernorm(const LayerNormParams& params, Stream stream) {
       .vectors = device::all_aligned(16, {params.x, params.weight, params.bias, params.y},
                                      {x_bytes, params.cols * element}),
       .lines = device::all_aligned(128, {params.x}, {x_bytes}),
-      .full = params.bias != nullptr && rows > kFewRows};
+      .few = rows <= device::kFewRows,
+      .full = rows > device::kFewRows && params.bias != nullptr};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    device::dispatch_row<T, false, false, true>(layout, [&](auto row_type, int threads) {
+    device::dispatch_row<T, false, true, true>(layout, [&](auto row_type, int threads) {
       using Row = typename decltype(row_type)::type;
       dispatch_bool(params.activation != Activation::kNone, [&](auto has_activation) {
-        constexpr bool kCanSplit = Row::kPieces == kParts && !Row::kFull;
-        dispatch_bool(kCanSplit && rows <= kFewRows, [&](auto few) {
-          constexpr bool kSplit = few() && kCanSplit;  // elsewhere both are one kernel
-          dispatch_bool(float_weights, [&](auto is_float) {
-            constexpr bool kFloatWeights = is_float() || sizeof(T) == sizeof(float);
-            device::launch_chained<
-                layernorm_kernel<T, Row, kFloatWeights, has_activation(), kSplit>>(
-                dim3(kSplit ? rows * kParts : rows), dim3(threads), 0, stream, params, "layernorm");
-          });
+        dispatch_bool(float_weights, [&](auto is_float) {
+          constexpr bool kFloatWeights = is_float() || sizeof(T) == sizeof(float);
+          device::launch_chained<layernorm_kernel<T, Row, kFloatWeights, has_activation()>>(
+              dim3(rows), dim3(threads), 0, stream, params, "layernorm");
         });
       });
     });

@@ -79,7 +79,7 @@ __device__ void request_row(const SampleParams& params, std::int64_t row, RowVal
 /// The lowest id of a logit in this block.
 template <class Slice>
 __device__ int lowest_id(const Slice& slice, float value, float thread_max, Shared& shared) {
-  int id = device::MinIndex::kIdentity;
+  int id = device::MinIndex::identity();
   if (thread_max == value) {
     slice.for_each([&](const Four& x, int first) {
 #pragma unroll
@@ -117,7 +117,7 @@ __device__ void draw_of_list(int count, const device::Mass& mass, std::uint64_t 
                              Shared& shared, std::int32_t* token) {
   const int own = threadIdx.x;
   const float x = own < count ? shared.candidates.value[own] : kNegativeInfinity;
-  const int id = own < count ? shared.candidates.id[own] : device::MinIndex::kIdentity;
+  const int id = own < count ? shared.candidates.id[own] : device::MinIndex::identity();
   const std::uint64_t weight = mass(x);
   shared.candidates.value[own] = x;
   shared.candidates.id[own] = id;

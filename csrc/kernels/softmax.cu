@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   Row row(x, params.cols);
   row.load(x);
 
-  float best = device::MaxOrNaN::kIdentity;
+  float best = device::MaxOrNaN::identity();
   row.visit([&](int, int, const auto& piece) {
     for (const float value : device::floats(piece).data)
       best = device::MaxOrNaN::combine(best, value);
