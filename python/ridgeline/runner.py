@@ -81,6 +81,10 @@ class Runner:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             extra=Sampler.words(limits.max_num_batched_tokens + limits.max_num_seqs),
         )
+        # The splits of a decode meet here, so that attention is one kernel; zero between steps.
+        self._counters = torch.zeros(
+            limits.max_num_seqs * model.config.num_kv_heads + 2, dtype=torch.int32, device=device
+        )
         self._graphs = None
         if use_graphs:
             self._graphs = DecodeGraphs(limits.max_num_seqs, vocab, like=model.embedding)
@@ -135,6 +139,7 @@ class Runner:
                 cu_q=zeros[: seqs + 1],
                 block_tables=tables,
                 max_q=max_q,
+                counters=self._counters,
             )
             hidden = self._model.hidden_states(inputs, self._cache)
             logits = self._model.logits(hidden[:seqs])
@@ -175,6 +180,7 @@ class Runner:
             cu_q=step.cu_q,
             block_tables=self._buffers.block_tables[:, :blocks].index_select(0, step.table_rows),
             max_q=max_q,
+            counters=self._counters,
         )
         return self._model.hidden_states(inputs, self._cache).index_select(0, step.logits_rows)
 

@@ -23,6 +23,7 @@ class StepInputs:
         seq_lens: ``[seqs]``, with the new tokens. cu_q: ``[seqs + 1]``, first token of each.
         block_tables: ``[seqs, max_blocks]``.
         max_q: the most tokens of one sequence.
+        counters: of :func:`ridgeline.ops.paged_attention`, for any step of the model.
     """
 
     input_ids: Tensor
@@ -32,6 +33,7 @@ class StepInputs:
     cu_q: Tensor
     block_tables: Tensor
     max_q: int
+    counters: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,7 @@ class Decoder:
             batch_invariant=self.batch_invariant,
             k_scale=scales[0],
             v_scale=scales[1],
+            counters=inputs.counters,
         )
         assert isinstance(out, Tensor)
         return out.view(tokens, heads * dim)
