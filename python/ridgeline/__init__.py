@@ -1,10 +1,12 @@
 """LLM inference: attention, paged KV cache, fused norms, quantised GEMM, and a small engine."""
 
 from ridgeline import _loader as _loader
-from ridgeline import ops
+from ridgeline import integrations, nn, ops
 from ridgeline._debug import debug_checks
 from ridgeline._explain import Explanation, explain
 from ridgeline._info import info
+from ridgeline._optimize import Optimized, optimize_
+from ridgeline._quantize import Quantized, quantize_
 from ridgeline._version import __version__
 from ridgeline.llm import LLM
 from ridgeline.outputs import (
@@ -22,6 +24,8 @@ __all__ = [
     "CompletionOutput",
     "Explanation",
     "Logprob",
+    "Optimized",
+    "Quantized",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -31,5 +35,9 @@ __all__ = [
     "debug_checks",
     "explain",
     "info",
+    "integrations",
+    "nn",
     "ops",
+    "optimize_",
+    "quantize_",
 ]

@@ -1,0 +1,173 @@
+"""Drop-in use: a transformers model as it is, after ``optimize_``, and in int4; an encoder's MLP.
+
+The decoder has the shapes of Llama-3.1-8B and random weights, made on the device (on the CPU: a
+small one of its kind). ``eager``: ``generate()`` as it comes, prompt included. ``graph``: one step
+of decoding over a static cache, captured once in a CUDA graph and replayed, greedy on the device.
+``prefill``: one forward of a whole prompt. ``--compile`` adds torch.compile's ``generate()``, which
+takes about half a minute a row to build.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCache
+
+from bench_llm import LLAMA_8B, SMALL
+from ridgeline import optimize_, quantize_
+from timer import Bench, compiled
+
+
+def make_model(device: str, layers: int | None) -> LlamaForCausalLM:
+    shape = dict(SMALL if device == "cpu" else LLAMA_8B)
+    for key in ("architectures", "model_type", "torch_dtype"):
+        del shape[key]
+    if layers is not None:
+        shape["num_hidden_layers"] = layers
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(**shape)).to(torch.bfloat16)
+    return model.eval()
+
+
+def seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Median over calls; the first is not counted."""
+    times = []
+    for _ in range(repeats + 1):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times[1:])
+
+
+def generate(model: LlamaForCausalLM, prompt: Tensor, tokens: int, **options: Any) -> None:
+    model.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        do_sample=False,
+        max_new_tokens=tokens,
+        min_new_tokens=tokens,
+        eos_token_id=None,
+        pad_token_id=0,
+        **options,
+    )
+
+
+def captured_step(model: LlamaForCausalLM, prompt: Tensor, tokens: int) -> Callable[[], None]:
+    """A greedy step over a static cache as one graph, after the prompt."""
+    length = prompt.shape[1]
+    cache = StaticCache(config=model.config, max_cache_len=length + tokens + 8)
+    token = model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    position = torch.full((1, 1), length, device=prompt.device)
+
+    def step() -> None:
+        out = model(token, past_key_values=cache, position_ids=position, logits_to_keep=1)
+        token.copy_(out.logits[:, -1:].argmax(-1))
+        position.add_(1)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph.replay
+
+
+def measure_batch(
+    bench: Bench, model: LlamaForCausalLM, impl: str, batch: int, compile_too: bool
+) -> None:
+    cuda = bench.device != "cpu"
+    length, tokens = (128, 32 if bench.quick else 64) if cuda else (8, 4)
+    prompt = torch.randint(model.config.vocab_size, (batch, length), device=bench.device)
+
+    def add(mode: str, taken: float, count: int) -> None:
+        row = {"bench": "transformers", "impl": impl, "mode": mode, "batch": batch}
+        row |= {"prompt": length, "output": tokens, "tok_s": round(batch * count / taken, 1)}
+        bench.add(row | {"ms": round(1e3 * taken / count, 3)} | bench.machine())
+
+    add("eager", seconds(lambda: generate(model, prompt, tokens), 2), tokens)
+    if cuda:
+        replay, count = captured_step(model, prompt, tokens), tokens // 4
+        add("graph", seconds(lambda: [replay() for _ in range(count)], 3), count)
+    if compile_too and cuda:
+        options = {"cache_implementation": "static", "compile_config": CompileConfig()}
+        generate(model, prompt, tokens, **options)  # the second call still records graphs
+        add("compile", seconds(lambda: generate(model, prompt, tokens, **options), 2), tokens)
+        torch._dynamo.reset()
+
+
+def measure_decoder(bench: Bench, model: LlamaForCausalLM, impl: str, compile_too: bool) -> None:
+    for batch in (1, 32):
+        measure_batch(bench, model, impl, batch, compile_too and batch == 1)
+    length = 4096 if bench.device != "cpu" else 64
+    prompt = torch.randint(model.config.vocab_size, (1, length), device=bench.device)
+    taken = seconds(lambda: model(prompt, logits_to_keep=1), 3)
+    row = {"bench": "transformers", "impl": impl, "mode": "prefill", "batch": 1, "prompt": length}
+    bench.add(row | {"ttft_ms": round(1e3 * taken, 3)} | bench.machine())
+
+
+def measure_encoder(bench: Bench) -> None:
+    """The MLP and norms of BERT-large: a linear layer, GELU, one more, and LayerNorm with GELU."""
+    rows, dim = (8192, 1024) if bench.device != "cpu" else (16, 32)
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        block = nn.Sequential(
+            nn.LayerNorm(dim),
+            nn.Linear(dim, 4 * dim),
+            nn.GELU(),
+            nn.Linear(4 * dim, dim),
+            nn.LayerNorm(dim),
+            nn.GELU(),
+        )
+        return block.to(bench.device, torch.bfloat16).eval()
+
+    plain, ours = make(), make()
+    optimize_(ours)
+    x = torch.randn(rows, dim, device=bench.device, dtype=torch.bfloat16)
+    rivals = {"torch_eager": plain, "torch_compile": compiled(plain), "ridgeline": ours}
+    for impl, block in rivals.items():
+        taken = 1e6 * seconds(lambda block=block: [block(x) for _ in range(50)], 3) / 50
+        row = {"bench": "encoder_mlp", "impl": impl, "rows": rows, "cols": dim}
+        bench.add(row | {"us": round(taken, 2)} | bench.machine())
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def main() -> None:
+    arguments = sys.argv[1:]
+    compile_too = "--compile" in arguments
+    layers = next((int(a.removeprefix("--layers=")) for a in arguments if "--layers=" in a), None)
+    rest = [a for a in arguments if a != "--compile" and not a.startswith("--layers=")]
+    bench = Bench.from_args(__doc__, rest)
+    model = make_model(bench.device, layers)
+    measure_decoder(bench, model, "transformers", compile_too)
+    done = optimize_(model)
+    print(done)
+    measure_decoder(bench, model, "ridgeline", compile_too)
+    done.undo()
+    print(quantize_(model, "int4"))
+    gc.collect()
+    optimize_(model)
+    measure_decoder(bench, model, "ridgeline int4", compile_too)
+    del model
+    measure_encoder(bench)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,223 @@
+"""Attention and layers of decoders in the manner of Llama, as transformers writes them."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ridgeline import ops
+from ridgeline._optimize.simple import NormPlan, gated_inner
+from ridgeline._optimize.stack import dtype_of, is_product, product, share, stacked
+from ridgeline._optimize.swap import Stranger, Swap, disagreement, fused_of, plan_of, probe
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+# What a module gives to its attention function, where it has it under another name.
+_PASSED = {
+    "sliding_window": "sliding_window",
+    "s_aux": "sinks",
+    "softcap": "attn_logit_softcapping",
+}
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """``functions``: transformers' attention functions. ``norms``: of the heads of queries and
+    keys; None: there are none."""
+
+    functions: Any
+    heads: int
+    kv_heads: int
+    norms: tuple[NormPlan, NormPlan] | None
+    passed: tuple[tuple[str, str], ...]
+
+
+def rotation(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
+    """The table and positions of ``ops.rope`` for cosines and sines of each token."""
+    compiling = torch.compiler.is_compiling()
+    kept = None if compiling else cos.__dict__.get("ridgeline_rotation")
+    if kept is None:  # once a step: the layers share cos
+        half = cos.shape[-1] // 2
+        table = torch.cat((cos[..., :half], sin[..., :half]), -1).flatten(0, -2)
+        rows = torch.arange(table.shape[0], dtype=torch.int32, device=cos.device)
+        kept = table, rows.repeat(batch) if cos.shape[0] < batch else rows
+        if not compiling:
+            cos.__dict__["ridgeline_rotation"] = kept
+    return kept
+
+
+def attend(
+    module: Stranger,
+    x: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    past_key_values: Any,
+    norm: dict[str, Any],
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    """Everything but the last product: ``[B, S, heads * D]`` and the weights, if there are any."""
+    plan, (batch, length, _) = plan_of(module), x.shape
+    heads, kv_heads = plan.heads, plan.kv_heads
+    qkv = fused_of(module).product(x, **norm).view(batch * length, heads + 2 * kv_heads, -1)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), 1)
+    if plan.norms is not None:
+        # A norm takes rows at one stride, which q and k alone are not: all heads, then a part.
+        q, k = (
+            ops.rmsnorm(qkv, part.weight, p.eps, offset=p.offset, weights_ready=True)[:, rows]
+            for part, p, rows in (
+                (module.q_norm, plan.norms[0], slice(heads)),
+                (module.k_norm, plan.norms[1], slice(heads, heads + kv_heads)),
+            )
+        )
+    table, positions = rotation(*position_embeddings, batch)
+    if torch.is_grad_enabled():  # a backward is refused at the products already
+        q, k = q.detach(), k.detach()
+    ops.rope(q, k, positions, table)
+    query, key, value = (t.view(batch, length, t.shape[1], -1).transpose(1, 2) for t in (q, k, v))
+    if past_key_values is not None:
+        key, value = past_key_values.update(key, value, module.layer_idx)
+    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+    function = plan.functions.get_interface(module.config._attn_implementation, eager)
+    kwargs |= {name: getattr(module, own) for name, own in plan.passed}
+    dropout = module.attention_dropout if module.training else 0.0
+    out, weights = function(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=module.scaling,
+        **kwargs,
+    )
+    return out.reshape(batch, length, -1), weights
+
+
+def _attention_forward(
+    self: Stranger,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Any]:
+    norm: dict[str, Any] = {}
+    args = (hidden_states, position_embeddings, attention_mask, past_key_values, norm)
+    out, weights = attend(self, *args, **kwargs)
+    return product(self.o_proj, out), weights
+
+
+def attention(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
+    """Three projections, norms of heads or none, a rotation by halves, the attention function."""
+    children: dict[str, Stranger] = module._modules
+    if not {*_PROJECTIONS, "o_proj"} <= set(children):
+        return None
+    if "transformers" not in sys.modules:
+        return "not a model of transformers"
+    known = ("config", "head_dim", "scaling", "layer_idx", "attention_dropout")
+    if not all(hasattr(module, key) for key in known):
+        return "not an attention module as transformers writes them"
+    parts = [children[key] for key in _PROJECTIONS]
+    if not all(map(is_product, [*parts, children["o_proj"]])):
+        return "its projections are not plain linear layers"
+    norms = tuple(children.get(key) for key in ("q_norm", "k_norm"))
+    swaps = tuple(n.__dict__.get("ridgeline_swap") for n in norms if n is not None)
+    if len(swaps) == 1 or any(s is None or s.what != "rmsnorm" for s in swaps):
+        return "the norms of its heads are not swapped"
+    fused = stacked(parts)
+    if isinstance(fused, str):
+        return fused
+    dim = module.head_dim
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    plan = AttentionPlan(
+        ALL_ATTENTION_FUNCTIONS,
+        parts[0].out_features // dim,
+        parts[1].out_features // dim,
+        (swaps[0].plan, swaps[1].plan) if swaps else None,
+        tuple((name, own) for name, own in _PASSED.items() if hasattr(module, own)),
+    )
+    swap = Swap("attention (qkv, rope)", _attention_forward, plan, fused, (*_PROJECTIONS, "o_proj"))
+    inputs = attention_inputs(module)
+    reason = disagreement(module, swap, **inputs)
+    if reason is None:
+        share(fused, parts)
+    return reason or swap
+
+
+def attention_inputs(module: Stranger) -> dict[str, Any]:
+    """A trial of three tokens in each of two rows."""
+    first = module._modules["q_proj"]
+    like = next(itertools.chain(first.parameters(), first.buffers()))
+    dtype = dtype_of(first)
+    parameters = getattr(module.config, "rope_parameters", None) or {}
+    part = parameters.get("partial_rotary_factor", 1.0) if isinstance(parameters, dict) else 1.0
+    angles = probe(like, 2, 3, int(module.head_dim * part) // 2, dtype=torch.float32).repeat(
+        1, 1, 2
+    )
+    x = probe(like, 2, 3, first.in_features, dtype=dtype)
+    position_embeddings = angles.cos().to(dtype), angles.sin().to(dtype)
+    return {
+        "hidden_states": x,
+        "position_embeddings": position_embeddings,
+        "attention_mask": None,
+        "past_key_values": None,
+    }
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """The eps of both norms."""
+
+    attention_norm: float
+    mlp_norm: float
+
+
+def _decoder_forward(
+    self: Stranger,
+    hidden_states: Tensor,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = False,
+    position_embeddings: tuple[Tensor, Tensor] | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    if torch.is_autocast_enabled(hidden_states.device.type):  # residual and products differ
+        given = (hidden_states, attention_mask, position_ids, past_key_values, use_cache)
+        return type(self).forward(self, *given, position_embeddings, **kwargs)
+    plan, attention = plan_of(self), self.self_attn
+    assert position_embeddings is not None
+    norm = {"norm_weight": self.input_layernorm.weight, "norm_eps": plan.attention_norm}
+    args = (hidden_states, position_embeddings, attention_mask, past_key_values, norm)
+    out, _ = attend(attention, *args, **kwargs)
+    hidden = product(attention.o_proj, out, residual=hidden_states)
+    norm = {"norm_weight": self.post_attention_layernorm.weight, "norm_eps": plan.mlp_norm}
+    inner = gated_inner(self.mlp, hidden, **norm)
+    return product(self.mlp._modules[plan_of(self.mlp).down], inner, residual=hidden)
+
+
+def layer(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
+    """Two norms, attention and a gated MLP, all swapped, each added to what it read."""
+    names = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
+    if not set(names) <= set(module._modules):
+        return None
+    if set(module._modules) != set(names):
+        return "it has more than two norms, attention and an MLP"
+    parts = [module._modules[name] for name in names]
+    swaps = [part.__dict__.get("ridgeline_swap") for part in parts]
+    if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+        return "its parts have hooks"
+    whats = [swap.what if swap else "" for swap in swaps]
+    if whats[:2] != ["rmsnorm"] * 2 or not (whats[2] and whats[3].endswith("_mul)")):
+        return "not all of its parts are swapped"
+    if any(swap.plan.offset for swap in swaps[:2]):
+        return "products take no norm whose weight has an offset"
+    plan = LayerPlan(swaps[0].plan.eps, swaps[1].plan.eps)
+    swap = Swap("layer (norms and residuals in the products)", _decoder_forward, plan)
+    inputs = attention_inputs(module._modules["self_attn"])
+    return disagreement(module, swap, **inputs) or swap

@@ -1,0 +1,109 @@
+"""A module's forward replaced on the instance: the tree, names, parameters and hooks stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ridgeline.nn.linear import Product
+
+Stranger: TypeAlias = Any  # a module of which only the attributes that were looked for are known
+
+_FUSED = "ridgeline_fused"
+_BOUND = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 2e-2}
+
+
+@dataclass(frozen=True)
+class Swap:
+    """What stands for a module's forward.
+
+    Attributes:
+        what: for the list of swaps.
+        forward: called with the module and its arguments.
+        plan: what ``forward`` knows of the module; read from ``module.ridgeline_swap``.
+        fused: stacked weights, of which the module's own are views.
+        serves: children whose forwards are no longer called.
+    """
+
+    what: str
+    forward: Callable[..., Any]
+    plan: Any = None
+    fused: Product | None = None
+    serves: tuple[str, ...] = ()
+
+    def apply(self, module: Stranger) -> None:
+        module.__dict__["ridgeline_swap"] = self
+        module.__dict__["forward"] = MethodType(self.forward, module)
+        if self.fused is not None:
+            module.add_module(_FUSED, self.fused)
+
+    @staticmethod
+    def undo(module: Stranger) -> None:
+        del module.__dict__["forward"]
+        del module.__dict__["ridgeline_swap"]
+        if module._modules.pop(_FUSED, None) is not None:
+            for child in module.children():
+                _own_storage(child)
+
+
+def plan_of(module: Stranger) -> Any:
+    return module.__dict__["ridgeline_swap"].plan
+
+
+def fused_of(module: Stranger) -> Product:
+    fused = module._modules[_FUSED]
+    assert isinstance(fused, Product)
+    return fused
+
+
+def _own_storage(child: Stranger) -> None:
+    for tensor in (*child.parameters(recurse=False), *child.buffers(recurse=False)):
+        if tensor.untyped_storage().nbytes() != tensor.nbytes:
+            tensor.data = tensor.data.clone()
+
+
+def probe(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Normal values on the device of ``like``; the global generators stay as they are."""
+    generator = torch.Generator("cpu").manual_seed(sum(shape))
+    values = torch.randn(shape, generator=generator, device="cpu")
+    return values.to(like.device, dtype or like.dtype)
+
+
+def disagreement(module: Stranger, swap: Swap, *args: Any, **kwargs: Any) -> str | None:
+    """Runs both forwards on the same input; why the swap is not the module, or None.
+
+    The swap is applied while it runs. Rows are compared one by one: they may differ in size.
+    """
+    with torch.no_grad():
+        try:
+            want = module(*args, **kwargs)
+        except Exception as error:  # whatever a stranger's forward raises
+            return f"it could not be tried: {type(error).__name__}: {error}".split("\n")[0]
+        swap.apply(module)
+        try:
+            got = module(*args, **kwargs)
+        except (ValueError, TypeError, AttributeError, RuntimeError) as error:
+            return f"the ops cannot do it: {error}".split("\n")[0]
+        finally:
+            del module.__dict__["forward"], module.__dict__["ridgeline_swap"]
+            module._modules.pop(_FUSED, None)
+    return _difference(want, got)
+
+
+def _difference(want: Any, got: Any) -> str | None:
+    if type(want) is not type(got):
+        return f"its forward returns {type(want).__name__}"
+    if isinstance(want, tuple):
+        return _difference(want[0], got[0])
+    if want.dtype != got.dtype or want.shape != got.shape:
+        return f"its forward returns {want.dtype} {list(want.shape)}"
+    a, b = want.double().flatten(0, -2), got.double().flatten(0, -2)
+    error = ((a - b).norm(dim=-1) / a.norm(dim=-1).clamp(min=1e-30)).max().item()
+    if not error <= _BOUND[want.dtype]:
+        return "its forward does something else: a trial gave other values"
+    return None

@@ -1,0 +1,106 @@
+"""Quantising the linear layers of any module tree in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch import nn
+
+from ridgeline.nn.linear import Linear, Linear4bit, LinearFP8, Product
+
+Maker = Callable[..., Product]
+
+_MAKERS: dict[str, Maker] = {"int4": Linear4bit.from_torch, "fp8": LinearFP8.from_torch}
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """What :func:`quantize_` did.
+
+    Attributes:
+        layers: names of the layers quantised.
+        left: name and reason of every other linear layer.
+        bytes_before, bytes_after: of the weights of ``layers``.
+    """
+
+    layers: tuple[str, ...]
+    left: tuple[tuple[str, str], ...]
+    bytes_before: int
+    bytes_after: int
+
+    def __str__(self) -> str:
+        megabytes = f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
+        lines = [f"{len(self.layers)} linear layers quantised, {megabytes}"]
+        return "\n".join(lines + [f"left: {name}: {reason}" for name, reason in self.left])
+
+
+def quantize_(
+    module: nn.Module,
+    format: str,
+    *,
+    skip: Sequence[str] = ("lm_head",),
+    **options: Any,
+) -> Quantized:
+    """Replaces every ``nn.Linear`` below ``module`` by a quantised one, layer by layer.
+
+    Args:
+        module: any tree; itself not a linear layer.
+        format: "int4" (``group_size=128``, ``zero_point=False``: see
+            :func:`ridgeline.ops.pack_int4`) or "fp8" (``dynamic=False``: with it the inputs are
+            quantised too).
+        skip: names or patterns (``*.gate``) of layers to leave: the whole name or its end.
+        options: of the format.
+
+    Returns:
+        What was quantised, and what was left and why.
+
+    Raises:
+        ValueError: a format that no op serves; a module changed by :func:`ridgeline.optimize_`,
+            which has to come after.
+        TypeError: an option that the format does not have.
+    """
+    if format not in _MAKERS:
+        known = ", ".join(repr(name) for name in _MAKERS)
+        raise ValueError(f"format: expected {known}, got {format!r} (no op serves it)")
+    if any("ridgeline_swap" in child.__dict__ for child in module.modules()):
+        raise ValueError("module: expected one not optimised yet: undo(), quantise, then optimise")
+    if isinstance(module, (nn.Linear, Linear)):
+        raise ValueError("module: expected a tree with linear layers in it, got a linear layer")
+    layers, left, before, after = [], [], 0, 0
+    for name, child in list(module.named_modules()):
+        if not isinstance(child, (nn.Linear, Linear)):
+            continue
+        reason = _reason_to_leave(name, child, skip)
+        made = None
+        if reason is None:
+            try:
+                made = _MAKERS[format](child, **options)
+            except ValueError as error:  # what the format cannot do with this shape
+                reason = str(error)
+        if made is None:
+            left.append((name, reason or ""))
+            continue
+        parent = module.get_submodule(name.rpartition(".")[0])
+        setattr(parent, name.rpartition(".")[2], made.train(child.training))
+        layers.append(name)
+        before += child.weight.nbytes
+        after += sum(t.nbytes for key, t in made.named_buffers() if key != "bias")
+    return Quantized(tuple(layers), tuple(left), before, after)
+
+
+def _reason_to_leave(name: str, child: nn.Module, skip: Sequence[str]) -> str | None:
+    if any(fnmatch(name, pattern) or fnmatch(name, f"*.{pattern}") for pattern in skip):
+        return "named in skip"
+    if type(child) not in (nn.Linear, Linear):
+        return f"a {type(child).__name__} may do more than a linear layer"
+    weight = child.weight
+    if weight.device.type not in ("cpu", "cuda") or weight.dtype not in _FLOATS:
+        return f"its weight is {weight.dtype} on {weight.device}"
+    if child._forward_hooks or child._forward_pre_hooks or hasattr(child, "_hf_hook"):
+        return "it has hooks"
+    return None

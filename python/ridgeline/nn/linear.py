@@ -1,0 +1,188 @@
+"""Matrix products with a weight: dense, 4-bit, fp8; one interface."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline import ops
+
+
+def autocast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype`` where autocast may change it, else as it is."""
+    if x.dtype != dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
+        return x.to(dtype)
+    return x
+
+
+def at_rest(*tensors: Tensor | None) -> None:
+    """Waits until freshly made weights are there: the modules promise ``weights_ready``."""
+    if any(tensor is not None and tensor.is_cuda for tensor in tensors):
+        torch.cuda.synchronize()
+
+
+class Product(nn.Module):
+    """``act(x @ weight.T + bias) + residual``: :meth:`product` takes what the ops fuse."""
+
+    in_features: int
+    out_features: int
+    bias: Tensor | None
+
+    def product(self, x: Tensor, **fused: Any) -> Tensor:
+        """``fused``: activation, residual, norm_weight, norm_eps of :func:`ops.linear`."""
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.product(x)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+
+
+def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None, **fused: Any) -> Tensor:
+    """:func:`ops.linear` of a weight at rest, in autocast's dtype where that is on."""
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+    return ops.linear(x, weight, bias, weights_ready=True, **fused)
+
+
+class Linear(Product):
+    """:func:`ridgeline.ops.linear` with weight ``[out, in]`` and bias, as parameters."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool = True, **kind: Any) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        made = nn.Linear(in_features, out_features, bias, **kind)
+        self.weight, self.bias = made.weight, made.bias
+
+    @classmethod
+    def from_torch(cls, linear: nn.Linear) -> Linear:
+        """Shares the parameters."""
+        module = cls(1, 1, linear.bias is not None, device="meta")
+        module.in_features, module.out_features = linear.in_features, linear.out_features
+        module.weight, module.bias = linear.weight, linear.bias
+        return module
+
+    def product(self, x: Tensor, **fused: Any) -> Tensor:
+        return dense_product(x, self.weight, self.bias, **fused)
+
+
+class Linear4bit(Product):
+    """:func:`ridgeline.ops.int4_linear`; the weight is in buffers, saved with the module."""
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    perm: Tensor | None
+
+    def __init__(
+        self, weight: ops.Int4Weight, bias: Tensor | None = None, *, persistent: bool = True
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.group_size = weight.K, weight.N, weight.group
+        for name in ("packed", "scales", "zeros", "perm"):
+            self.register_buffer(name, getattr(weight, name), persistent)
+        self.register_buffer("bias", bias, persistent)
+
+    @classmethod
+    def from_torch(
+        cls, linear: nn.Linear, group_size: int = 128, zero_point: bool = False
+    ) -> Linear4bit:
+        """Rounds to nearest, as :func:`ridgeline.ops.pack_int4`."""
+        weight = ops.pack_int4(linear.weight.detach(), group_size, zero_point)
+        at_rest(weight.packed)
+        return cls(weight, None if linear.bias is None else linear.bias.detach())
+
+    @property
+    def weight(self) -> ops.Int4Weight:
+        return ops.Int4Weight(
+            packed=self.packed,
+            scales=self.scales,
+            zeros=self.zeros,
+            perm=self.perm,
+            N=self.out_features,
+            K=self.in_features,
+            group=self.group_size,
+        )
+
+    def product(self, x: Tensor, **fused: Any) -> Tensor:
+        x = autocast_input(x, self.scales.dtype)
+        return ops.int4_linear(x, self.weight, self.bias, weights_ready=True, **fused)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, int4, group_size={self.group_size}"
+
+
+class LinearFP8(Product):
+    """:func:`ridgeline.ops.fp8_linear`; weight and scales in buffers, saved with the module.
+
+    Args:
+        weight: float8_e4m3fn ``[out, in]``. weight_scale: float32, as the op takes it.
+        dtype: of inputs and outputs.
+        dynamic: inputs are quantised too, with a scale a row.
+    """
+
+    weight: Tensor
+    weight_scale: Tensor
+
+    def __init__(
+        self,
+        weight: Tensor,
+        weight_scale: Tensor,
+        bias: Tensor | None = None,
+        *,
+        dtype: torch.dtype,
+        dynamic: bool = False,
+        persistent: bool = True,
+    ) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.register_buffer("weight", weight, persistent)
+        self.register_buffer("weight_scale", weight_scale, persistent)
+        self.register_buffer("bias", bias, persistent)
+        self.dtype, self.dynamic = dtype, dynamic
+
+    @classmethod
+    def from_torch(cls, linear: nn.Linear, *, dynamic: bool = False) -> LinearFP8:
+        """A scale for each output, as :func:`ridgeline.ops.quantize_fp8`."""
+        weight, scale = ops.quantize_fp8(linear.weight.detach(), "row")
+        at_rest(weight)
+        bias = None if linear.bias is None else linear.bias.detach()
+        return cls(weight, scale.flatten(), bias, dtype=linear.weight.dtype, dynamic=dynamic)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> LinearFP8:
+        """``.to(dtype)`` would widen the fp8 weight and round the scales: only devices change."""
+        weight, scale = self.weight, self.weight_scale
+        super()._apply(fn, recurse)
+        self.weight = weight.to(self.weight.device)
+        self.weight_scale = scale.to(self.weight_scale.device)
+        self.dtype = fn(torch.empty(0, dtype=self.dtype, device=scale.device)).dtype
+        return self
+
+    def product(self, x: Tensor, **fused: Any) -> Tensor:
+        x = autocast_input(x, self.dtype)
+        if not self.dynamic:
+            args = (x, self.weight, self.weight_scale, self.bias)
+            return ops.fp8_linear(*args, weights_ready=True, **fused)
+        norm_weight, eps = fused.pop("norm_weight", None), fused.pop("norm_eps", 1e-6)
+        if norm_weight is not None:
+            q, scale = ops.rmsnorm(x, norm_weight, eps, out_quant="fp8", weights_ready=True)
+        else:
+            q, scale = ops.quantize_fp8(x, "row")
+        return ops.fp8_linear(
+            q,
+            self.weight,
+            self.weight_scale,
+            self.bias,
+            x_scale=scale.flatten(),
+            out_dtype=self.dtype,
+            weights_ready=True,
+            **fused,
+        )
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8{', dynamic' if self.dynamic else ''}"

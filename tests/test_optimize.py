@@ -1,0 +1,207 @@
+"""``optimize_`` swaps what it has tried, changes no result, says what it left, and is undone."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import ridgeline
+import tiny_model
+from tiny_model import one_thread  # noqa: F401
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+WINDOW = {"sliding_window": 11}
+GEMMA = {"head_dim": 32, "query_pre_attn_scalar": 48} | WINDOW
+MOE = {"head_dim": 32, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+LAYER, ATTENTION = "layer (norms and residuals in the products)", "attention (qkv, rope)"
+# Of each architecture of two layers: what is swapped and how often, what must be left.
+ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
+    "llama": ({}, {LAYER: 2, "rmsnorm": 5, "linear": 1}, "Embedding"),
+    "mistral": (WINDOW, {LAYER: 2}, "Embedding"),
+    "qwen2": ({}, {LAYER: 2}, "Embedding"),
+    "qwen3": ({"head_dim": 32}, {LAYER: 2, "rmsnorm": 9}, "Embedding"),
+    "gemma2": (GEMMA, {ATTENTION: 2, "mlp (gelu_tanh_mul)": 2, "rmsnorm": 9}, "Gemma2DecoderLayer"),
+    "phi3": ({"sliding_window": None}, {"mlp (silu_mul)": 2, "linear": 5}, "Phi3DecoderLayer"),
+    "glm": ({"head_dim": 32}, {"mlp (silu_mul)": 2, "linear": 9}, "GlmAttention"),
+    "gpt2": ({}, {"layernorm": 5, "linear": 1}, "Conv1D"),
+    "gpt_neox": ({}, {"layernorm": 5, "linear + gelu": 2}, "Embedding"),
+    "qwen3_moe": (MOE, {ATTENTION: 2, "rmsnorm": 9}, "Qwen3MoeExperts"),
+}
+
+
+def generate(model: PreTrainedModel) -> Tensor:
+    """Greedy tokens of a batch with padding on the left."""
+    ids = torch.randint(1, tiny_model.VOCAB, (3, 21), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :3], mask[2, :8] = 0, 0
+    ids, mask = ids.to(model.device), mask.to(model.device)
+    options = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
+    with torch.no_grad():
+        return model.generate(ids * mask, attention_mask=mask, eos_token_id=None, **options)
+
+
+def counts(done: ridgeline.Optimized) -> dict[str, int]:
+    whats = [what for _, what in done.swapped]
+    return {what: whats.count(what) for what in whats}
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    overrides, swaps, left = ARCHITECTURES[request.param]
+    folder = tmp_path_factory.mktemp(request.param)
+    return tiny_model.save_model(folder, request.param, **overrides), swaps, left
+
+
+def test_tokens_and_state_stay_and_undo_undoes(case: Any):
+    model, swaps, left = case
+    tokens, state = generate(model), copy.deepcopy(model.state_dict())
+    attention = model.config._attn_implementation
+    done = ridgeline.optimize_(model)
+    assert swaps.items() <= counts(done).items(), str(done)
+    assert left in {kind for _, kind, _ in done.left}, str(done)
+    assert model.config._attn_implementation == "ridgeline"
+    assert torch.equal(generate(model), tokens)
+    now = model.state_dict()
+    assert now.keys() == state.keys() and all(torch.equal(now[k], state[k]) for k in state)
+    done.undo()
+    done.undo()
+    assert model.config._attn_implementation == attention
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    storages = [p.untyped_storage().nbytes() == p.nbytes for p in model.parameters()]
+    assert all(storages), "weights are views no more"
+    assert torch.equal(generate(model), tokens)
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> PreTrainedModel:
+    return tiny_model.save_llama(tmp_path, hidden_size=128, intermediate_size=256)
+
+
+FORMATS = {
+    "int4": ("int4", {"group_size": 32}),
+    "int4 with zeros": ("int4", {"zero_point": True}),
+    "fp8": ("fp8", {}),
+    "fp8 inputs": ("fp8", {"dynamic": True}),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_quantised_model(llama: PreTrainedModel, name: str, device: str):
+    fmt, options = FORMATS[name]
+    if device == "cuda":
+        llama = llama.to(device, torch.bfloat16)
+    ridgeline.quantize_(llama, fmt, **options)
+    ids = torch.randint(1, tiny_model.VOCAB, (2, 21), device=device)
+    with torch.no_grad():
+        expected = llama(ids).logits
+        done = ridgeline.optimize_(llama)
+        actual = llama(ids).logits
+    assert counts(done)[LAYER] == 2
+    # In bfloat16 the roundings between the ops differ; quantised inputs follow them.
+    bound = 1e-4 if device == "cpu" else 5e-2
+    assert (actual - expected).norm() <= bound * expected.norm()
+
+
+def test_quantising_comes_first(llama: PreTrainedModel):
+    done = ridgeline.optimize_(llama)
+    with pytest.raises(ValueError, match="not optimised yet"):
+        ridgeline.quantize_(llama, "fp8")
+    with pytest.raises(ValueError, match="not optimised yet"):
+        ridgeline.optimize_(llama)
+    done.undo()
+    ridgeline.optimize_(llama)
+
+
+def test_compiled_copied_inferred_and_under_autocast(llama: PreTrainedModel):
+    plain = copy.deepcopy(llama)
+    ridgeline.optimize_(llama)
+    ids = torch.randint(1, tiny_model.VOCAB, (2, 21))
+    with torch.no_grad():
+        expected = llama(ids).logits
+        compiled = torch.compile(llama, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(ids).logits, expected)
+        assert torch.equal(copy.deepcopy(llama)(ids).logits, expected)
+        program = torch.export.export(llama, (ids,), {"use_cache": False})
+        assert any("ridgeline" in str(node.target) for node in program.graph.nodes)
+        with torch.autocast("cpu", torch.bfloat16):
+            low, rival = llama(ids).logits, plain(ids).logits
+    with torch.inference_mode():
+        assert torch.equal(llama(ids).logits, expected)
+    assert low.dtype == rival.dtype
+    assert (low - expected).norm() <= 2 * (rival - expected).norm()
+    assert torch.equal(llama(ids).logits.detach(), expected), "gradients recorded, not asked for"
+    with pytest.raises(NotImplementedError, match="has no backward"):
+        llama(ids).logits.sum().backward()
+
+
+def test_weights_loaded_later_are_used(llama: PreTrainedModel):
+    other = copy.deepcopy(llama)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.1)
+    ridgeline.optimize_(llama)
+    llama.load_state_dict(other.state_dict())
+    assert torch.equal(generate(llama), generate(other))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_modules(device: str):
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    torch.manual_seed(0)
+    block = nn.Sequential(
+        nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 96), nn.GELU("tanh"), nn.Dropout(0.1),
+        nn.Linear(96, 64), nn.ReLU(), nn.RMSNorm(64), nn.Linear(64, 8), nn.Tanh(),
+    ).to(device, dtype).eval()  # fmt: skip
+    x = torch.randn(5, 64, device=device, dtype=dtype)
+    with torch.no_grad():
+        expected = block(x)
+        done = ridgeline.optimize_(block)
+        actual = block(x)
+    assert dict(done.swapped)[""] == "layernorm_gelu, linear + gelu_tanh, linear + relu"
+    assert dict(done.swapped)["7"] == "rmsnorm" and dict(done.swapped)["8"] == "linear"
+    torch.testing.assert_close(actual, expected, rtol=2e-2 if device == "cuda" else 1e-5, atol=1e-2)
+
+
+class OtherNorm(nn.Module):
+    """Looks like a norm of the mean square, and is one of the largest value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(16)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / (x.abs().amax(-1, keepdim=True) + self.eps) * self.weight
+
+
+class OtherEps(nn.RMSNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 10 * self.eps) * self.weight
+
+
+class Twice(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("module", [OtherNorm(), OtherEps(16, 1e-6), Twice(16, 16)])
+def test_what_only_looks_alike_is_left(module: nn.Module):
+    tree = nn.ModuleDict({"it": module}).eval()
+    done = ridgeline.optimize_(tree)
+    assert not done.swapped
+    ((name, kind, reason),) = done.left
+    assert (name, kind) == ("it", type(module).__name__) and reason in str(done)
+
+
+def test_hooks_and_replaced_forwards_are_left():
+    tree = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    tree[0].register_forward_hook(lambda *_: None)
+    tree[1].forward = lambda x: x
+    done = ridgeline.optimize_(tree)
+    assert not done.swapped and len(done.left) == 2
