@@ -54,7 +54,7 @@ def linear(
     Raises:
         ValueError: dtype, device or shape differ from the above; the message names the argument.
     """
-    out = _ops.linear(
+    args = (
         x,
         weight,
         bias,
@@ -65,6 +65,11 @@ def linear(
         batch_invariant,
         weights_ready,
     )
+    if torch.is_autocast_enabled("cpu") and x.device.type == "cpu":
+        with torch.autocast("cpu", enabled=False):  # the product is PyTorch's: it would be cast
+            out = _ops.linear(*args)
+    else:
+        out = _ops.linear(*args)
     return inference_only(out, "linear", x, weight, bias, residual)
 
 
