@@ -14,18 +14,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import Any
+from importlib.util import find_spec
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import CompileConfig, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from bench_llm import LLAMA_8B, SMALL
 from ridgeline import optimize_, quantize_
+from ridgeline.roofline import Cost
 from timer import Bench, compiled
 
+Model: TypeAlias = Any  # a LlamaForCausalLM: transformers is imported where it is installed
 
-def make_model(device: str, layers: int | None) -> LlamaForCausalLM:
+
+def make_model(device: str, layers: int | None) -> Model:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     shape = dict(SMALL if device == "cpu" else LLAMA_8B)
     for key in ("architectures", "model_type", "torch_dtype"):
         del shape[key]
@@ -51,7 +56,7 @@ def seconds(call: Callable[[], Any], repeats: int) -> float:
     return statistics.median(times[1:])
 
 
-def generate(model: LlamaForCausalLM, prompt: Tensor, tokens: int, **options: Any) -> None:
+def generate(model: Model, prompt: Tensor, tokens: int, **options: Any) -> None:
     model.generate(
         prompt,
         attention_mask=torch.ones_like(prompt),
@@ -64,8 +69,10 @@ def generate(model: LlamaForCausalLM, prompt: Tensor, tokens: int, **options: An
     )
 
 
-def captured_step(model: LlamaForCausalLM, prompt: Tensor, tokens: int) -> Callable[[], None]:
+def captured_step(model: Model, prompt: Tensor, tokens: int) -> Callable[[], None]:
     """A greedy step over a static cache as one graph, after the prompt."""
+    from transformers import StaticCache
+
     length = prompt.shape[1]
     cache = StaticCache(config=model.config, max_cache_len=length + tokens + 8)
     token = model(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
@@ -88,9 +95,7 @@ def captured_step(model: LlamaForCausalLM, prompt: Tensor, tokens: int) -> Calla
     return graph.replay
 
 
-def measure_batch(
-    bench: Bench, model: LlamaForCausalLM, impl: str, batch: int, compile_too: bool
-) -> None:
+def measure_batch(bench: Bench, model: Model, impl: str, batch: int, compile_too: bool) -> None:
     cuda = bench.device != "cpu"
     length, tokens = (128, 32 if bench.quick else 64) if cuda else (8, 4)
     prompt = torch.randint(model.config.vocab_size, (batch, length), device=bench.device)
@@ -105,13 +110,15 @@ def measure_batch(
         replay, count = captured_step(model, prompt, tokens), tokens // 4
         add("graph", seconds(lambda: [replay() for _ in range(count)], 3), count)
     if compile_too and cuda:
+        from transformers import CompileConfig
+
         options = {"cache_implementation": "static", "compile_config": CompileConfig()}
         generate(model, prompt, tokens, **options)  # the second call still records graphs
         add("compile", seconds(lambda: generate(model, prompt, tokens, **options), 2), tokens)
         torch._dynamo.reset()
 
 
-def measure_decoder(bench: Bench, model: LlamaForCausalLM, impl: str, compile_too: bool) -> None:
+def measure_decoder(bench: Bench, model: Model, impl: str, compile_too: bool) -> None:
     for batch in (1, 32):
         measure_batch(bench, model, impl, batch, compile_too and batch == 1)
     length = 4096 if bench.device != "cpu" else 64
@@ -139,12 +146,27 @@ def measure_encoder(bench: Bench) -> None:
 
     plain, ours = make(), make()
     optimize_(ours)
-    x = torch.randn(rows, dim, device=bench.device, dtype=torch.bfloat16)
-    rivals = {"torch_eager": plain, "torch_compile": compiled(plain), "ridgeline": ours}
-    for impl, block in rivals.items():
-        taken = 1e6 * seconds(lambda block=block: [block(x) for _ in range(50)], 3) / 50
-        row = {"bench": "encoder_mlp", "impl": impl, "rows": rows, "cols": dim}
-        bench.add(row | {"us": round(taken, 2)} | bench.machine())
+    weights = sum(p.nbytes for p in plain.parameters())
+    cost = Cost(bytes=weights + 2 * 2 * rows * dim, flops=2 * rows * 8 * dim * dim, unit="bf16")
+
+    def inputs() -> list[Tensor]:
+        return [torch.randn(rows, dim, device=bench.device, dtype=torch.bfloat16)]
+
+    for impl, block in {
+        "torch_eager": plain,
+        "torch_compile": compiled(plain),
+        "ridgeline": ours,
+    }.items():
+        shape = {"dtype": "bf16", "rows": rows, "cols": dim}
+        bench.measure(
+            op="encoder_mlp",
+            impl=impl,
+            make=inputs,
+            call=block,
+            cost=cost,
+            fields=shape,
+            launches=5,
+        )
 
 
 @torch.inference_mode(False)
@@ -155,6 +177,10 @@ def main() -> None:
     layers = next((int(a.removeprefix("--layers=")) for a in arguments if "--layers=" in a), None)
     rest = [a for a in arguments if a != "--compile" and not a.startswith("--layers=")]
     bench = Bench.from_args(__doc__, rest)
+    measure_encoder(bench)
+    if find_spec("transformers") is None:
+        print("transformers is not installed: pip install ridgeline[test]")
+        return
     model = make_model(bench.device, layers)
     measure_decoder(bench, model, "transformers", compile_too)
     done = optimize_(model)
@@ -165,8 +191,6 @@ def main() -> None:
     gc.collect()
     optimize_(model)
     measure_decoder(bench, model, "ridgeline int4", compile_too)
-    del model
-    measure_encoder(bench)
 
 
 if __name__ == "__main__":

@@ -45,11 +45,17 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def llm_table(rows: list[Row]) -> str:
-    """Markdown: one line a run of the engine; empty if there is none."""
-    fields = ("case", "weights", "requests", "prompt", "output", "tok_s", "ttft_ms", "itl_ms_p50",
-              "itl_ms_p99", "mbu", "seconds")  # fmt: skip
-    runs = [row for row in rows if row["bench"] == "llm"]
+WHOLE_MODELS = {
+    "llm": ("case", "weights", "requests", "prompt", "output", "tok_s", "ttft_ms", "itl_ms_p50",
+            "itl_ms_p99", "mbu", "seconds"),
+    "transformers": ("impl", "mode", "batch", "prompt", "output", "tok_s", "ms", "ttft_ms"),
+}  # fmt: skip
+
+
+def model_table(rows: list[Row], bench: str) -> str:
+    """Markdown: one line a run of a whole model; empty if there is none."""
+    fields = WHOLE_MODELS[bench]
+    runs = [row for row in rows if row["bench"] == bench]
     if not runs:
         return ""
     lines = [f"| {' | '.join(fields)} |", "|---" * len(fields) + "|"]
@@ -65,7 +71,8 @@ def main() -> None:
     for key in ("machine", "torch", "cuda", "commit", "date"):
         print(f"{key}: {', '.join(sorted({str(r.get(key)) for r in rows}))}")
     print(table(rows))
-    print(llm_table(rows))
+    for bench in WHOLE_MODELS:
+        print(model_table(rows, bench))
 
 
 if __name__ == "__main__":
