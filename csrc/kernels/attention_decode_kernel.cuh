@@ -88,7 +88,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   static_assert(sizeof(Shared<Tile>) <= 113 * 1024, "two blocks an SM");
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<Shared<Tile>*>(memory);
-  ptx::launch_dependents();
+  // Dependents that were asked for now would take places by twos on the SMs whose blocks end first,
+  // and the kernels after them in the chain too: they are let go as blocks end. H200, a token of 8B
+  // shapes in bf16: 5.57 ms, and 4.20 so.
+  if (launch.attention.counters == nullptr) ptx::launch_dependents();
   if (threadIdx.x == 0) {
     shared.make_barriers();
     ptx::prefetch_tensor_map(&launch.k);
