@@ -13,6 +13,7 @@ endif()
 # "80,90a,90-virtual" as compiler options.
 string(REGEX REPLACE "[,; ]+" ";" archs "${RIDGELINE_CUDA_ARCHS}")
 set(RIDGELINE_GENCODE "")
+set(RIDGELINE_GENCODE_SM90A "")
 foreach(arch IN LISTS archs)
   if(NOT arch MATCHES "^[0-9]+[af]?(-virtual)?$")
     message(FATAL_ERROR
@@ -25,6 +26,7 @@ foreach(arch IN LISTS archs)
     list(APPEND RIDGELINE_GENCODE "-gencode=arch=compute_${arch},code=sm_${arch}")
     if(arch STREQUAL "90a")
       list(APPEND RIDGELINE_GENCODE -DRIDGELINE_SM90A)
+      set(RIDGELINE_GENCODE_SM90A -gencode=arch=compute_90a,code=sm_90a -DRIDGELINE_SM90A)
     endif()
   endif()
 endforeach()
@@ -120,11 +122,16 @@ endif()
 
 # ---- Kernels ----------------------------------------------------------------------------------
 
-# One object from one kernel file. Kernels of Hopper's own instructions have empty bodies on other
-# architectures and are asked for only where RIDGELINE_SM90A says that their code is in the build.
+# One object from one kernel file. Kernels of Hopper's own instructions, in files named so, are
+# compiled for sm_90a alone and asked for only where RIDGELINE_SM90A says that it is in the build;
+# on other architectures their bodies are empty.
 function(ridgeline_compile_cuda source result)
   get_filename_component(stem "${source}" NAME_WE)
   set(object "${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}.o")
+  set(gencode ${RIDGELINE_GENCODE})
+  if(stem MATCHES "_sm90" AND RIDGELINE_GENCODE_SM90A)
+    set(gencode ${RIDGELINE_GENCODE_SM90A})
+  endif()
   set(launcher ${CMAKE_CUDA_COMPILER_LAUNCHER})
   if(NOT launcher AND DEFINED ENV{CMAKE_CUDA_COMPILER_LAUNCHER})
     set(launcher $ENV{CMAKE_CUDA_COMPILER_LAUNCHER})
@@ -133,7 +140,7 @@ function(ridgeline_compile_cuda source result)
     OUTPUT "${object}"
     COMMAND ${CMAKE_COMMAND} -E make_directory "${CMAKE_CURRENT_BINARY_DIR}/cuda"
     COMMAND ${launcher} "${ridgeline_nvcc}" -c "${CMAKE_CURRENT_SOURCE_DIR}/${source}"
-      -o "${object}" -MD -MF "${object}.d" -std=c++20 -O3 ${RIDGELINE_GENCODE}
+      -o "${object}" -MD -MF "${object}.d" -std=c++20 -O3 ${gencode}
       -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
       -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
       --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=--warn-on-spills
