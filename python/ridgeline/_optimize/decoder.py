@@ -27,9 +27,15 @@ _PASSED = {
 @dataclass(frozen=True)
 class AttentionPlan:
     """``functions``: transformers' attention functions. ``norms``: of the heads of queries and
-    keys; None: there are none."""
+    keys; None: there are none. What a step would look up in modules is here: that costs the host
+    as much as a launch."""
 
     functions: Any
+    known: dict[str, Any]
+    config: Any
+    output: Stranger
+    layer_idx: int
+    scaling: float
     heads: int
     kv_heads: int
     norms: tuple[NormPlan, NormPlan] | None
@@ -79,22 +85,29 @@ def attend(
     ops.rope(q, k, positions, table)
     query, key, value = (t.view(batch, length, t.shape[1], -1).transpose(1, 2) for t in (q, k, v))
     if past_key_values is not None:
-        key, value = past_key_values.update(key, value, module.layer_idx)
-    eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-    function = plan.functions.get_interface(module.config._attn_implementation, eager)
+        key, value = past_key_values.update(key, value, plan.layer_idx)
     kwargs |= {name: getattr(module, own) for name, own in plan.passed}
     dropout = module.attention_dropout if module.training else 0.0
-    out, weights = function(
+    out, weights = _function(module, plan)(
         module,
         query,
         key,
         value,
         attention_mask,
         dropout=dropout,
-        scaling=module.scaling,
+        scaling=plan.scaling,
         **kwargs,
     )
     return out.reshape(batch, length, -1), weights
+
+
+def _function(module: Stranger, plan: AttentionPlan) -> Any:
+    """The attention function that the configuration names now."""
+    name = plan.config._attn_implementation
+    if name not in plan.known:
+        eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+        plan.known[name] = plan.functions.get_interface(name, eager)
+    return plan.known[name]
 
 
 def _attention_forward(
@@ -108,7 +121,7 @@ def _attention_forward(
     norm: dict[str, Any] = {}
     args = (hidden_states, position_embeddings, attention_mask, past_key_values, norm)
     out, weights = attend(self, *args, **kwargs)
-    return product(self.o_proj, out), weights
+    return product(plan_of(self).output, out), weights
 
 
 def attention(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
@@ -136,6 +149,11 @@ def attention(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
 
     plan = AttentionPlan(
         ALL_ATTENTION_FUNCTIONS,
+        {},
+        module.config,
+        children["o_proj"],
+        module.layer_idx,
+        module.scaling,
         parts[0].out_features // dim,
         parts[1].out_features // dim,
         (swaps[0].plan, swaps[1].plan) if swaps else None,
@@ -171,10 +189,14 @@ def attention_inputs(module: Stranger) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The eps of both norms."""
+    """The parts of a layer, and the eps of both norms."""
 
-    attention_norm: float
-    mlp_norm: float
+    norms: tuple[Stranger, Stranger]
+    eps: tuple[float, float]
+    attention: Stranger
+    output: Stranger
+    mlp: Stranger
+    down: Stranger
 
 
 def _decoder_forward(
@@ -190,15 +212,14 @@ def _decoder_forward(
     if torch.is_autocast_enabled(hidden_states.device.type):  # residual and products differ
         given = (hidden_states, attention_mask, position_ids, past_key_values, use_cache)
         return type(self).forward(self, *given, position_embeddings, **kwargs)
-    plan, attention = plan_of(self), self.self_attn
+    plan = plan_of(self)
     assert position_embeddings is not None
-    norm = {"norm_weight": self.input_layernorm.weight, "norm_eps": plan.attention_norm}
+    norm = {"norm_weight": plan.norms[0].weight, "norm_eps": plan.eps[0]}
     args = (hidden_states, position_embeddings, attention_mask, past_key_values, norm)
-    out, _ = attend(attention, *args, **kwargs)
-    hidden = product(attention.o_proj, out, residual=hidden_states)
-    norm = {"norm_weight": self.post_attention_layernorm.weight, "norm_eps": plan.mlp_norm}
-    inner = gated_inner(self.mlp, hidden, **norm)
-    return product(self.mlp._modules[plan_of(self.mlp).down], inner, residual=hidden)
+    out, _ = attend(plan.attention, *args, **kwargs)
+    hidden = product(plan.output, out, residual=hidden_states)
+    norm = {"norm_weight": plan.norms[1].weight, "norm_eps": plan.eps[1]}
+    return product(plan.down, gated_inner(plan.mlp, hidden, **norm), residual=hidden)
 
 
 def layer(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
@@ -217,7 +238,14 @@ def layer(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         return "not all of its parts are swapped"
     if any(swap.plan.offset for swap in swaps[:2]):
         return "products take no norm whose weight has an offset"
-    plan = LayerPlan(swaps[0].plan.eps, swaps[1].plan.eps)
+    plan = LayerPlan(
+        (parts[0], parts[1]),
+        (swaps[0].plan.eps, swaps[1].plan.eps),
+        parts[2],
+        parts[2]._modules["o_proj"],
+        parts[3],
+        parts[3]._modules[swaps[3].plan.down],
+    )
     swap = Swap("layer (norms and residuals in the products)", _decoder_forward, plan)
     inputs = attention_inputs(module._modules["self_attn"])
     return disagreement(module, swap, **inputs) or swap
