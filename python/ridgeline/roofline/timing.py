@@ -12,6 +12,7 @@ from torch import Tensor
 
 _COLD_BYTES = 256 << 20  # more than four times the largest L2: a buffer is evicted before its turn
 _MOST_SETS = 64
+_WARM_SECONDS = 0.02  # of untimed replays: about so long the clock of an idle GPU rises
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def time_call(
         make: makes one fresh set of inputs; called until the sets exceed the caches.
         call: the work; on a GPU it is captured, so it must not synchronise.
         launches: calls in one graph (raised to the number of input sets).
-        replays: timed replays after two untimed ones; CPU: timed calls.
+        replays: timed replays after untimed ones; CPU: timed calls.
         device: "cuda" times by events around graph replays, "cpu" by the wall clock.
     """
     sets, cold = input_sets(make)
@@ -93,12 +94,16 @@ def _graph_samples(
     with torch.cuda.graph(graph, stream=stream):
         for i in range(launches):
             call(*sets[i % len(sets)])
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < _WARM_SECONDS:
+        graph.replay()
+        torch.cuda.synchronize()
     samples = []
-    for _ in range(replays + 2):
+    for _ in range(replays):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         graph.replay()
         end.record()
         end.synchronize()
         samples.append(start.elapsed_time(end) * 1e3 / launches)
-    return samples[2:]
+    return samples
