@@ -17,106 +17,89 @@ using namespace gemm_detail;
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kGroupRows = 64;               // weight rows of a warpgroup: of one wgmma
-constexpr int kTileRows = 2 * kGroupRows;    // of a block
-constexpr int kTokens = 32;                  // rows of x in one wgmma
-constexpr int kConsumers = 8;                // warps that multiply; one more requests
+constexpr int kGroupRows = 64;   // weight rows of a warpgroup: of one wgmma
+constexpr int kTileRows = 2 * kGroupRows;  // of a block
+constexpr int kConsumers = 8;    // warps that multiply; one more requests
 constexpr int kThreads = (kConsumers + 1) * 32;
-constexpr int kRowBytes = 128;               // of an operand's row in a stage, swizzled
-constexpr int kPitch = kTileRows + 4;        // of the sums
-constexpr int kMaxGroups = 4;                // of 32 columns and more, in a stage
+constexpr int kRowBytes = 128;         // of an operand's row in a stage, swizzled
+constexpr int kPitch = kTileRows + 4;  // of the sums
+constexpr int kMaxGroups = 4;    // of 32 columns and more, in a stage
 
 struct ClusterParams {
   CUtensorMap weight, x;
+  CUtensorMap scales, zeros;     // of int4
   GemmParams gemm;
-  std::int32_t paired;   // the second warpgroup's rows are the up rows of the first's
-  std::int32_t stages;   // of K
+  std::int32_t paired;           // the second half of the warpgroups has the up rows of the first's
+  std::int32_t stages;           // of K
+  std::int32_t stage_groups;     // of int4: groups that a stage may touch
 };
 
 // ---- Shared memory ------------------------------------------------------------------------------
 
-template <WeightFormat kFormat, bool kFp8X, int kHalves>
+template <WeightFormat kFormat, bool kFp8X, int kTokens>
 struct alignas(1024) Stage {
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
   static constexpr int kCols = kFormat == WeightFormat::kDense ? 64 : 128;
   static constexpr int kXBoxes = kFp8X ? 1 : kCols / 64;
   char weight[2][kGroupRows * (kInt4 ? 64 : kRowBytes)];
-  char x[kXBoxes][kHalves * kTokens * kRowBytes];
-  char scales[kInt4 ? kMaxGroups : 1][kInt4 ? kTileRows * 2 : 16];
-  char zeros[kInt4 ? kMaxGroups : 1][kInt4 ? kTileRows : 16];
+  char x[kXBoxes][kTokens * kRowBytes];
+  char scales[kInt4 ? 2 : 1][kInt4 ? kMaxGroups * kGroupRows * 2 : 16];
+  char zeros[kInt4 ? 2 : 1][kInt4 ? kMaxGroups * kGroupRows : 16];
 };
 
-template <WeightFormat kFormat, bool kFp8X, int kHalves>
+template <WeightFormat kFormat, bool kFp8X, int kTokens>
 struct Shared {
-  using StageOf = Stage<kFormat, kFp8X, kHalves>;
+  using StageOf = Stage<kFormat, kFp8X, kTokens>;
   static constexpr int kStages =
       (gemm_config::kShareOfSm - 1024) / static_cast<int>(sizeof(StageOf));
   static_assert(kStages >= 3);
   union {
     StageOf stages[kStages];
-    float sums[kHalves * kTokens][kPitch];  // [row of x][weight row], at the end
+    float sums[kTokens][kPitch];  // [row of x][weight row], at the end
   };
   std::uint64_t full[kStages], empty[kStages];
 };
 
 // ---- Producer -----------------------------------------------------------------------------------
 
-template <class T, WeightFormat kFormat, bool kFp8X, int kHalves>
+/// One thread of a warp of its own.
+template <WeightFormat kFormat, bool kFp8X, int kTokens>
 struct Producer {
-  using SharedOf = Shared<kFormat, kFp8X, kHalves>;
+  using SharedOf = Shared<kFormat, kFp8X, kTokens>;
   using StageOf = typename SharedOf::StageOf;
   const ClusterParams& params;
   SharedOf& shared;
-  int begin;       // of the stages of K
-  int row[2];      // first weight row of either warpgroup
-  int lane;
+  int begin;    // of the stages of K
+  int rows[2];  // first weight row of either warpgroup
   std::uint64_t policy = ptx::evict_first();
 
-  /// All lanes call it.
   __device__ void request_weight(int i) const {
     const GemmParams& p = params.gemm;
     StageOf& stage = shared.stages[i % SharedOf::kStages];
     std::uint64_t* full = &shared.full[i % SharedOf::kStages];
     const int k0 = (begin + i) * StageOf::kCols;
-    if constexpr (kFormat != WeightFormat::kInt4) {
-      if (lane != 0) return;
-      ptx::mbarrier_expect(full, sizeof stage.weight + sizeof stage.x);
+    int bytes = sizeof stage.weight + sizeof stage.x;
+    if constexpr (StageOf::kInt4)
+      bytes += kTileRows * params.stage_groups * (p.weight.zeros ? 3 : 2);
+    ptx::mbarrier_expect(full, bytes);
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        ptx::copy_matrix(stage.weight[half], &params.weight, full, k0, row[half], policy);
-    } else {
-      // Lanes 0 to 7 request a strip each, 8 to 15 scales and zero points of a group and half.
-      const int blocks = ceil_div(p.K, Int4Layout::kCols), block = k0 / Int4Layout::kCols;
-      const int strip_bytes = min(2, blocks - block) * 512;
-      const int group0 = k0 / p.weight.group;
-      const int groups = (min(k0 + StageOf::kCols, p.K) - 1) / p.weight.group - group0 + 1;
-      const int each = groups * (p.weight.zeros ? 3 : 2);
-      const int rows0 = max(0, min(kGroupRows, p.N - row[0]));
-      const int rows1 = max(0, min(kGroupRows, p.N - row[1]));
-      if (lane == 0)
-        ptx::mbarrier_expect(full, sizeof stage.x + (rows0 + rows1) * each +
-                                       (rows0 + rows1) / kStripRows * strip_bytes);
-      const int half = lane / 4 % 2, index = lane % 4;
-      const int rows = half == 0 ? rows0 : rows1, first = half == 0 ? row[0] : row[1];
-      if (lane < 8 && index * kStripRows < rows)
-        ptx::copy_bulk(stage.weight[half] + index * 1024,
-                       static_cast<const char*>(p.weight.data) +
-                           (static_cast<std::int64_t>(first / kStripRows + index) * blocks +
-                            block) * 512,
-                       strip_bytes, full, policy);
-      if (lane >= 8 && lane < 16 && index < groups && rows > 0) {
-        const std::int64_t at = static_cast<std::int64_t>(group0 + index) * p.N + first;
-        ptx::copy_bulk(stage.scales[index] + half * kGroupRows * 2,
-                       static_cast<const T*>(p.weight.scales) + at, rows * 2, full, policy);
-        if (p.weight.zeros)
-          ptx::copy_bulk(stage.zeros[index] + half * kGroupRows, p.weight.zeros + at, rows, full,
+    for (int group = 0; group < 2; ++group) {
+      const int first = rows[group];
+      if constexpr (StageOf::kInt4) {
+        ptx::copy_matrix(stage.weight[group], &params.weight, full,
+                         k0 / Int4Layout::kCols * Int4Layout::kWords, first / kStripRows, policy);
+        ptx::copy_matrix(stage.scales[group], &params.scales, full, first, k0 / p.weight.group,
                          policy);
+        if (p.weight.zeros)
+          ptx::copy_matrix(stage.zeros[group], &params.zeros, full, first, k0 / p.weight.group,
+                           policy);
+      } else {
+        ptx::copy_matrix(stage.weight[group], &params.weight, full, k0, first, policy);
       }
     }
   }
 
   __device__ void request_x(int i) const {
-    if (lane != 0) return;
     StageOf& stage = shared.stages[i % SharedOf::kStages];
 #pragma unroll
     for (int box = 0; box < StageOf::kXBoxes; ++box)
@@ -142,10 +125,12 @@ struct Producer {
 // ---- Consumer -----------------------------------------------------------------------------------
 
 /// What a warpgroup keeps in registers: 64 weight rows by all rows of x.
-template <class T, class E, WeightFormat kFormat, bool kFp8X, int kHalves>
+template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
 struct Consumer {
-  using StageOf = Stage<kFormat, kFp8X, kHalves>;
-  using Sums = float[kHalves][4][4];
+  using SharedOf = Shared<kFormat, kFp8X, kTokens>;
+  using StageOf = typename SharedOf::StageOf;
+  using Wgmma = ptx::WgmmaFew<kTokens, E>;
+  using Sums = float[kTokens / 8][4];
   const GemmParams& p;
   int group, warp, lane;  // warpgroup; warp in it
   int row;                // first weight row of the warpgroup
@@ -155,8 +140,7 @@ struct Consumer {
     return ptx::swizzled_operand(start, 16, 8 * kRowBytes);
   }
   __device__ static void hold(Sums& values) {
-#pragma unroll
-    for (int h = 0; h < kHalves; ++h) ptx::hold_registers(values[h]);
+    ptx::hold_registers(values);
   }
 
   /// Both operands from shared memory: four steps.
@@ -166,11 +150,7 @@ struct Consumer {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       const std::uint64_t a = operand(stage.weight[group] + step * 32);
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h)
-        ptx::WgmmaFew<E>::shared(into[h], a,
-                                 operand(stage.x[0] + h * kTokens * kRowBytes + step * 32),
-                                 accumulate || step != 0);
+      Wgmma::shared(into, a, operand(stage.x[0] + step * 32), accumulate || step != 0);
     }
     ptx::wgmma_commit();
   }
@@ -182,11 +162,7 @@ struct Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-#pragma unroll
-      for (int h = 0; h < kHalves; ++h)
-        ptx::WgmmaFew<E>::registers(into[h], a[step],
-                                    operand(stage.x[box] + h * kTokens * kRowBytes + step * 32),
-                                    accumulate || step != 0);
+      Wgmma::registers(into, a[step], operand(stage.x[box] + step * 32), accumulate || step != 0);
     ptx::wgmma_commit();
   }
 
@@ -209,13 +185,13 @@ struct Consumer {
   struct Scaling {
     device::Pair<T> scale[2], zero[2];
 
-    __device__ void load(const GemmParams& p, const StageOf& stage, int g, int r) {
-      const T* scales = reinterpret_cast<const T*>(stage.scales[g]) + r;
+    __device__ void load(const GemmParams& p, const char* of_scales, const char* of_zeros, int at) {
+      const T* scales = reinterpret_cast<const T*>(of_scales) + at;
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         scale[i] = {scales[8 * i], scales[8 * i]};
         zero[i] = device::int4_zero<T>(p.weight.zeros
-                                           ? static_cast<std::uint8_t>(stage.zeros[g][r + 8 * i])
+                                           ? static_cast<std::uint8_t>(of_zeros[at + 8 * i])
                                            : Int4Layout::kSymmetricZero);
       }
     }
@@ -228,7 +204,7 @@ struct Consumer {
     const uint4 raw =
         *reinterpret_cast<const uint4*>(stage.weight[group] + warp * 1024 + box * 512 + lane * 16);
     const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-    const int r = group * kGroupRows + warp * kStripRows + lane / 4;
+    const int r = warp * kStripRows + lane / 4;
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       if (step % 2 == 0 && (!whole || (box == 0 && step == 0))) {  // 32 columns a group at least
@@ -237,7 +213,7 @@ struct Consumer {
           const int at = into + min(box * 64 + step * 16, last);
           for (int next = p.weight.group; at >= next; next += p.weight.group) ++g;
         }
-        scaling.load(p, stage, g, r);
+        scaling.load(p, stage.scales[group], stage.zeros[group], g * kGroupRows + r);
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j)
@@ -247,8 +223,8 @@ struct Consumer {
     }
   }
 
-  __device__ void run(Shared<kFormat, kFp8X, kHalves>& shared, int begin, int count) {
-    constexpr int kStages = Shared<kFormat, kFp8X, kHalves>::kStages;
+  __device__ void run(SharedOf& shared, int begin, int count) {
+    constexpr int kStages = SharedOf::kStages;
     const auto release = [&](int i) {
       __syncwarp();
       if (lane == 0) ptx::mbarrier_arrive(&shared.empty[i % kStages]);
@@ -284,7 +260,7 @@ struct Consumer {
           multiply_shared(stage, part, false);
         } else {
           // With all rows the registers hold one set of operands only.
-          constexpr int kSets = kHalves == 1 ? 2 : 1;
+          constexpr int kSets = kTokens == 32 ? 2 : 1;
           std::uint32_t a[kSets][4][4];
 #pragma unroll
           for (int box = 0; box < 2; ++box) {
@@ -297,9 +273,7 @@ struct Consumer {
         hold(part);
         release(i);
 #pragma unroll
-        for (int h = 0; h < kHalves; ++h)
-#pragma unroll
-          for (int j = 0; j < 16; ++j) sums[h][j / 4][j % 4] += scale * part[h][j / 4][j % 4];
+        for (int j = 0; j < kTokens / 2; ++j) sums[j / 4][j % 4] += scale * part[j / 4][j % 4];
       }
     }
     ptx::wgmma_wait<0>();
@@ -311,12 +285,8 @@ struct Consumer {
     ptx::named_barrier_sync(1, kConsumers * 32);  // every consumer has read its last stage
     const int r = group * kGroupRows + warp * kStripRows + lane / 4;
 #pragma unroll
-    for (int h = 0; h < kHalves; ++h)
-#pragma unroll
-      for (int n = 0; n < 4; ++n)
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          to[h * kTokens + n * 8 + lane % 4 * 2 + j % 2][r + j / 2 * 8] = sums[h][n][j];
+    for (int j = 0; j < kTokens / 2; ++j)
+      to[j / 4 * 8 + lane % 4 * 2 + j % 2][r + j % 4 / 2 * 8] = sums[j / 4][j % 4];
   }
 };
 

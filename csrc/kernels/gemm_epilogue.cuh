@@ -26,43 +26,85 @@ __device__ __forceinline__ float activate(Activation activation, float x) {
   return x;
 }
 
-/// The sum of row m and weight row n, scaled, plus bias. Products and sums are rounded one by one,
-/// so that every kernel gives the same bits: the compiler may not fuse them differently.
+/// What turns the sum of row m and weight row n into their output: loaded ahead of the sum where
+/// nothing else hides the latency. What is not there changes no bit: a sum less zero is itself.
+struct Operands {
+  float x_scale = 1.0f, weight_scale = 1.0f, bias = -0.0f, residual = -0.0f;
+};
+
+/// Those of weight row n.
 template <class T>
-__device__ __forceinline__ float scaled(const GemmParams& p, float sum, std::int64_t m,
-                                        std::int64_t n) {
-  if (p.x.scale) sum = __fmul_rn(sum, p.x.scale[p.x.scale_per_row ? m : 0]);
+__device__ __forceinline__ void load_of_column(Operands& operands, const GemmParams& p,
+                                               std::int64_t n) {
   if (p.weight.format == WeightFormat::kFp8 && p.weight.scale_layout != ScaleLayout::kBlock) {
     const float* scales = static_cast<const float*>(p.weight.scales);
-    sum = __fmul_rn(sum, scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0]);
+    operands.weight_scale = scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0];
   }
-  if (p.bias) sum = __fadd_rn(sum, device::to_float(static_cast<const T*>(p.bias)[n]));
-  return sum;
+  if (p.bias) operands.bias = device::to_float(static_cast<const T*>(p.bias)[n]);
+}
+
+/// Those of row m, and of the output's column: which an up row has none of, its gate makes it.
+constexpr std::int64_t kNoColumn = -1;
+
+template <class T>
+__device__ __forceinline__ void load_of_row(Operands& operands, const GemmParams& p, std::int64_t m,
+                                            std::int64_t column) {
+  if (p.x.scale) operands.x_scale = p.x.scale[p.x.scale_per_row ? m : 0];
+  if (p.residual && column != kNoColumn)
+    operands.residual =
+        device::to_float(static_cast<const T*>(p.residual)[m * p.stride_residual + column]);
 }
 
 template <class T>
-__device__ __forceinline__ void store_output(const GemmParams& p, float value, std::int64_t m,
-                                             std::int64_t column) {
-  if (p.residual) {
-    const T* row = static_cast<const T*>(p.residual) + m * p.stride_residual;
-    value = __fadd_rn(value, device::to_float(row[column]));
-  }
-  static_cast<T*>(p.y)[m * p.out_cols() + column] = device::from_float<T>(value);
+__device__ __forceinline__ Operands operands_of(const GemmParams& p, std::int64_t m, std::int64_t n,
+                                                std::int64_t column) {
+  Operands operands;
+  load_of_column<T>(operands, p, n);
+  load_of_row<T>(operands, p, m, column);
+  return operands;
+}
+
+/// The sum, scaled, plus bias. Products and sums are rounded one by one, so that every kernel gives
+/// the same bits: the compiler may not fuse them differently.
+__device__ __forceinline__ float scaled(const Operands& operands, float sum) {
+  return __fadd_rn(__fmul_rn(__fmul_rn(sum, operands.x_scale), operands.weight_scale),
+                   operands.bias);
+}
+
+template <class T>
+__device__ __forceinline__ void store_output(const GemmParams& p, const Operands& operands,
+                                             float value, std::int64_t m, std::int64_t column) {
+  static_cast<T*>(p.y)[m * p.out_cols() + column] =
+      device::from_float<T>(__fadd_rn(value, operands.residual));
 }
 
 /// y of row m and weight row n from its sum; not gated.
 template <class T>
+__device__ __forceinline__ void finish(const GemmParams& p, const Operands& operands, float sum,
+                                       std::int64_t m, std::int64_t n) {
+  store_output<T>(p, operands, activate<T>(p.activation, scaled(operands, sum)), m, n);
+}
+
+template <class T>
 __device__ __forceinline__ void finish(const GemmParams& p, float sum, std::int64_t m,
                                        std::int64_t n) {
-  store_output<T>(p, activate<T>(p.activation, scaled<T>(p, sum, m, n)), m, n);
+  finish<T>(p, operands_of<T>(p, m, n, n), sum, m, n);
 }
 
 /// y of row m and column n from the sums of its gate (weight row n) and up (n + N / 2) rows.
 template <class T>
+__device__ __forceinline__ void finish_gated(const GemmParams& p, const Operands& of_gate,
+                                             const Operands& of_up, float gate, float up,
+                                             std::int64_t m, std::int64_t n) {
+  const float value = activate<T>(p.activation, scaled(of_gate, gate));
+  store_output<T>(p, of_gate, __fmul_rn(value, scaled(of_up, up)), m, n);
+}
+
+template <class T>
 __device__ __forceinline__ void finish_gated(const GemmParams& p, float gate, float up,
                                              std::int64_t m, std::int64_t n) {
-  const float value = activate<T>(p.activation, scaled<T>(p, gate, m, n));
-  store_output<T>(p, __fmul_rn(value, scaled<T>(p, up, m, n + p.N / 2)), m, n);
+  finish_gated<T>(p, operands_of<T>(p, m, n, n),
+                  operands_of<T>(p, m, n + p.N / 2, kNoColumn), gate, up, m, n);
 }
 
 }  // namespace ridgeline::gemm_detail
