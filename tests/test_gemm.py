@@ -249,6 +249,26 @@ def test_a_cluster_fills_the_machine(N: int, K: int, segments: int) -> None:
     assert plan(64, N, K, hopper=True, format="int4")["segments"] == str(segments)
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "K", "format", "tile"),
+    [
+        (128, 4096, 4096, "fp8_fp8", (128, 128, 3)),
+        (128, 4096, 14336, "fp8", (128, 128, 3)),
+        (128, 6144, 4096, "int4", (128, 128, 2)),
+        (128, 28672, 4096, "fp8_fp8", (128, 256, 1)),
+        (512, 4096, 4096, "fp8_fp8", (128, 128, 1)),
+        (128, 256, 128, "fp8_fp8", (128, 128, 1)),
+        (256, 28672, 4096, "int4", (256, 128, 1)),
+        (4096, 4096, 4096, "int4", (256, 128, 1)),
+    ],
+)
+def test_tiles_fill_the_machine(
+    M: int, N: int, K: int, format: str, tile: tuple[int, int, int]
+) -> None:
+    chosen = plan(M, N, K, hopper=True, format=format)
+    assert tuple(int(chosen[name]) for name in ("tile_rows", "tile_cols", "segments")) == tile
+
+
 def test_small_grids_are_split_and_large_ones_are_not() -> None:
     assert plan(32, 4096, 4096)["split"] == "1"
     assert plan(4096, 4096, 4096, library=False)["split"] == "0"

@@ -49,11 +49,16 @@ inline GemmInput gemm_input(const Tensor& x, const OptionalTensor& x_scale, std:
         " for x of ", name_of(input.dtype), ", got ", x_scale ? "a tensor" : "None");
   if (x_scale) {
     Expect(*x_scale, "x_scale").dtype(DType::kFloat32).on_device_of(x, "x").contiguous();
-    check(x_scale->numel() == 1 || x_scale->numel() == rows.count,
-          "x_scale: expected one value or ", rows.count, " (one a row of x), got shape ",
+    const std::int64_t groups = ceil_div<std::int64_t>(K, kScaleBlock), count = x_scale->numel();
+    const bool per_row = count == rows.count, one = count == 1;
+    const bool per_group = !one && !per_row && count == rows.count * groups &&
+                           x_scale->size(x_scale->dim() - 1) == groups;
+    check(one || per_row || per_group, "x_scale: expected one value, ", rows.count,
+          " (one a row of x) or [..., ", groups, "] (one a group of 128 columns), got shape ",
           to_text(x_scale->sizes()));
     input.scale = static_cast<const float*>(x_scale->data_ptr());
-    input.scale_per_row = x_scale->numel() != 1;
+    input.scale_per_row = per_row && !one;
+    input.scale_per_group = per_group;
   }
   if (options.norm_weight) {
     const Tensor& norm = *options.norm_weight;

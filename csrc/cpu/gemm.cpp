@@ -65,6 +65,9 @@ void expand_row_of_fp8(const GemmParams& params, std::int64_t row, float* out) {
   const auto* x = static_cast<const std::uint8_t*>(params.x.data) + row * params.x.stride_row;
 #pragma omp simd
   for (int k = 0; k < params.K; ++k) out[k] = e4m3_to_float(x[k]);
+  if (!params.x.scale_per_group) return;
+  const float* scales = params.x.scale + row * ceil_div(params.K, kScaleBlock);
+  for (int k = 0; k < params.K; ++k) out[k] *= scales[k / kScaleBlock];
 }
 
 void expand_x(const GemmParams& params, float* out) {
@@ -247,8 +250,9 @@ void store_sums(const GemmParams& params, std::int64_t row0, const float* sums, 
         bias = static_cast<float>(static_cast<const T*>(params.bias)[n]);
       });
     for (std::int64_t m = 0; m < params.M; ++m) {
-      const float row_scale =
-          params.x.scale ? params.x.scale[params.x.scale_per_row ? m : 0] : 1.0f;
+      const float row_scale = params.x.scale && !params.x.scale_per_group
+                                  ? params.x.scale[params.x.scale_per_row ? m : 0]
+                                  : 1.0f;
       product[m * params.N + n] = sums[m * kTileRows + c] * row_scale * column_scale + bias;
     }
   }

@@ -45,6 +45,12 @@ bool strides_are_mappable(const GemmParams& p) {
   return weight && (p.M <= 1 || p.x.stride_row > 0);
 }
 
+/// Whether each 128 weight rows of a tile have one scale: the up rows begin a block of scales.
+bool parts_have_scales(const GemmParams& p) {
+  return p.weight.scale_layout != ScaleLayout::kBlock || !is_gated(p.activation) ||
+         p.N / 2 % kScaleBlock == 0;
+}
+
 /// Whether rows do not overlap, as cuBLASLt's layouts demand; those of an expanded tensor do.
 bool rows_are_apart(std::int64_t rows, std::int64_t stride, std::int64_t cols) {
   return rows <= 1 || stride >= cols;
@@ -66,8 +72,9 @@ struct Plan {
 
 bool must_prepare(const GemmParams& p, const Config& config) {
   const bool takes_fp8 = p.weight.format == WeightFormat::kFp8 &&
-                         (config.path == Path::kStrips || config.path == Path::kCluster ||
-                          config.path == Path::kFp8);
+                         (config.path == Path::kFp8 ||
+                          (!p.x.scale_per_group &&
+                           (config.path == Path::kStrips || config.path == Path::kCluster)));
   const bool as_is = p.x.dtype == p.dtype || (p.x.dtype == DType::kFloat8E4M3 && takes_fp8);
   if (p.x.norm_weight || p.x.perm || !as_is) return true;
   if (config.path == Path::kSimple) return false;
@@ -102,7 +109,7 @@ Plan plan_of(const GemmParams& p) {
                     .whole_vectors = has_whole_vectors(p),
                     .fp8_x = p.x.dtype == DType::kFloat8E4M3 && !p.x.perm &&
                              p.weight.format == WeightFormat::kFp8 &&
-                             p.weight.scale_layout != ScaleLayout::kBlock &&
+                             parts_have_scales(p) &&
                              is_aligned(p.x.data, p.M > 1 ? p.x.stride_row : 0),
                     .library = library_takes(p),
                     .batch_invariant = p.batch_invariant};
@@ -162,7 +169,7 @@ void gemm(const GemmParams& params, Stream stream) {
     p.x = {.dtype = p.dtype,
            .data = workspace + plan.prepared,
            .stride_row = plan.prepared_cols,
-           .scale = p.x.scale,
+           .scale = p.x.scale_per_group ? nullptr : p.x.scale,  // else in the values already
            .scale_per_row = p.x.scale_per_row};
   }
   auto* partials = reinterpret_cast<float*>(workspace + plan.partials);
@@ -178,10 +185,9 @@ void gemm(const GemmParams& params, Stream stream) {
       gemm_detail::launch_tile(p, plan.config, partials, stream);
       break;
     case Path::kExpand:
-      gemm_detail::launch_expand(p, plan.config, partials, stream);
-      break;
+      return gemm_detail::launch_expand(p, plan.config, stream);
     case Path::kFp8:
-      return gemm_detail::launch_fp8(p, stream);
+      return gemm_detail::launch_fp8(p, plan.config, stream);
     case Path::kSimple:
       return multiply_simply(p, plan, workspace, stream);
     case Path::kLibrary:

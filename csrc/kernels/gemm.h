@@ -56,7 +56,8 @@ struct GemmInput {
   const void* data = nullptr;
   std::int64_t stride_row = 0;                // elements
   const float* scale = nullptr;               // of e4m3: the product is multiplied by it; or null
-  bool scale_per_row = false;                 // scale is [M], else one value
+  bool scale_per_row = false;                 // scale is [M], else one value, ...
+  bool scale_per_group = false;               // ... or [M, ceil(K / 128)], of the values of x
   const std::int32_t* perm = nullptr;         // column c of the weight meets perm[c] of x
   const void* norm_weight = nullptr;          // rmsnorm over the row first; or null
   DType norm_dtype = DType::kFloat32;

@@ -17,7 +17,6 @@ constexpr int kFewRows = 64;        // up to here own kernels beat the library's
 constexpr int kStripsRows = 8;      // Hopper: the most rows of the strips kernel, ...
 constexpr int kStripsInt4Rows = 16; // ... and of int4
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
-constexpr int kExpandSums = 256 * 128;  // of a tile of the expanding kernel
 constexpr int kTileCols = 128;      // weight rows a block of the tile kernel owns
 constexpr int kWarpsWanted = 1500;  // 11 an SM of 132: with 8 KB each in flight, the bus is full
 constexpr int kBlocksWanted =
@@ -53,8 +52,9 @@ struct Shape {
 struct Config {
   Path path;
   std::int32_t segments;   // K is cut into this many; their sums are added in order
-  bool split;              // each segment has its own block, and a second kernel adds
-  std::int32_t tile_rows;  // of the tile kernel
+  bool split;              // a second kernel adds them; else one block or cluster does
+  std::int32_t tile_rows;  // of the kernels that have tiles of x
+  std::int32_t tile_cols;  // of the weight, in Hopper's kernels for many rows
   bool fused;              // the epilogue is in the product's kernel
 
   std::string to_text() const {
@@ -62,6 +62,7 @@ struct Config {
                                       "expand", "fp8",     "library", "simple"};
     return std::string(kNames[static_cast<int>(path)]) + " segments=" + std::to_string(segments) +
            " split=" + std::to_string(split) + " tile_rows=" + std::to_string(tile_rows) +
+           " tile_cols=" + std::to_string(tile_cols) +
            " fused=" + std::to_string(fused);
   }
 };
@@ -131,33 +132,52 @@ constexpr bool is_for_hopper_tiles(const Shape& shape) {
          shape.weight_aligned && shape.whole_vectors && can_fuse(shape);
 }
 
-/// What the expanding kernel takes, in microseconds on an H200: a tile of 256 x 128 sums computes 64
-/// columns in 0.8, one of 128 x 256 in 0.88, and starts and ends in 4; sums of segments go to memory
-/// and back.
-constexpr double expand_time(const Shape& shape, std::int32_t rows, std::int32_t segments) {
+/// Clusters of 1 to 8 blocks, each with an SM of its own, that an H200 runs at once: a cluster
+/// stays in one of the parts that SMs come in, of 16 or 18.
+constexpr std::int32_t kClusters[kMaxSegments] = {132, 66, 39, 30, 22, 17, 15, 15};
+
+/// A tile of Hopper's kernels for many rows and what it takes, in microseconds on an H200: `step`
+/// for each stage of K (128 columns of fp8 by fp8, else 64), `ends` to start and end, `add` to add
+/// up the sums of a cluster.
+struct TileTime {
+  std::int32_t rows, cols;
+  double step, ends, add;
+};
+constexpr TileTime kFp8Tiles[] = {{128, 256, 0.66, 4.0, 0.0}, {128, 128, 0.36, 3.0, 6.0}};
+constexpr TileTime kExpandTiles[] = {
+    {256, 128, 0.65, 3.0, 0.0}, {128, 256, 0.71, 3.5, 0.0}, {128, 128, 0.45, 3.0, 4.0}};
+
+constexpr double time_of(const Shape& shape, const TileTime& tile, std::int32_t steps,
+                         std::int32_t segments) {
   const std::int64_t tiles =
-      ceil_div<std::int64_t>(shape.M, rows) * ceil_div(shape.N, kExpandSums / rows);
-  const std::int32_t steps = ceil_div(ceil_div(shape.K, kBlockCols), segments);
-  const double waves = static_cast<double>(ceil_div<std::int64_t>(tiles * segments, kBlocksWanted));
-  const double sums = static_cast<double>(shape.M) * shape.N;
-  const double step_time = rows == 256 ? 0.8 : 0.88;
-  return waves * (step_time * steps + 4.0) +
-         (segments > 1 ? 3.0 + sums * (8 * segments + 2) / 3e6 : 0.0);
+      ceil_div<std::int64_t>(shape.M, tile.rows) * ceil_div(shape.N, tile.cols);
+  const auto waves = static_cast<double>(ceil_div<std::int64_t>(tiles, kClusters[segments - 1]));
+  return waves *
+         (tile.step * ceil_div(steps, segments) + tile.ends + (segments > 1 ? tile.add : 0.0));
 }
 
-/// Rows of x a tile of the expanding kernel has, and segments of K.
-constexpr void cut_for_expand(const Shape& shape, Config& config) {
+/// The tile and segments of K that take least. K is cut under the smallest tile only, of which a
+/// cluster has the fewest sums to add.
+constexpr void cut_for_tiles(const Shape& shape, Config& config) {
+  const bool expands = config.path == Path::kExpand;
+  const std::int32_t steps = ceil_div(shape.K, expands ? kBlockCols : 2 * kBlockCols);
   double best = 0.0;
-  for (const std::int32_t rows : {256, 128})
-    for (std::int32_t segments = 1; segments <= kMaxSegments; segments *= 2) {
-      const double time = expand_time(shape, rows, segments);
+  const auto consider = [&](const TileTime& tile) {
+    const std::int32_t most = tile.add == 0.0 ? 1 : std::min(steps, kMaxSegments);
+    for (std::int32_t segments = 1; segments <= most; ++segments) {
+      const double time = time_of(shape, tile, steps, segments);
       if (best != 0.0 && time >= best) continue;
       best = time;
-      config.tile_rows = rows;
+      config.tile_rows = tile.rows;
+      config.tile_cols = tile.cols;
       config.segments = segments;
     }
-  config.split = config.segments > 1;
-  config.fused = !config.split;
+  };
+  if (expands) {
+    for (const TileTime& tile : kExpandTiles) consider(tile);
+  } else {
+    for (const TileTime& tile : kFp8Tiles) consider(tile);
+  }
 }
 
 constexpr Path path_of(const Shape& shape) {
@@ -175,14 +195,18 @@ constexpr Path path_of(const Shape& shape) {
 }
 
 constexpr Config choose(const Shape& shape) {
-  Config config{
-      .path = path_of(shape), .segments = 1, .split = false, .tile_rows = 0, .fused = true};
+  Config config{.path = path_of(shape),
+                .segments = 1,
+                .split = false,
+                .tile_rows = 0,
+                .tile_cols = 0,
+                .fused = true};
   if (config.path == Path::kStream || config.path == Path::kTile) {
     config.segments = segments_of(shape);
     config.fused = can_fuse(shape);
   }
   if (config.path == Path::kCluster) config.segments = cluster_of(shape);
-  if (config.path == Path::kExpand) cut_for_expand(shape, config);
+  if (config.path == Path::kExpand || config.path == Path::kFp8) cut_for_tiles(shape, config);
   if (config.path == Path::kTile) {
     config.tile_rows = shape.M <= 64 ? 64 : 128;
     const std::int64_t tiles =

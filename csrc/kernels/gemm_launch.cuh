@@ -26,9 +26,8 @@ void launch_strips(const GemmParams& params, Stream stream);
 void launch_cluster(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
 /// Hopper's kernels for many rows. Expand: x of the output's dtype; fp8: x and weight e4m3.
-void launch_expand(const GemmParams& params, const gemm_config::Config& config, float* partials,
-                   Stream stream);
-void launch_fp8(const GemmParams& params, Stream stream);
+void launch_expand(const GemmParams& params, const gemm_config::Config& config, Stream stream);
+void launch_fp8(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
 /// Any alignment, float32 arithmetic.
 void launch_simple(const GemmParams& params, float* partials, Stream stream);

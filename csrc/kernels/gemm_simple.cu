@@ -146,6 +146,8 @@ __global__ void __launch_bounds__(kThreads)
       if (from < 0 || from >= p.K) from = 0;
       value = x_at(from);
       if (p.x.norm_weight) value = value * scale * norm_at(from);
+      if (p.x.scale_per_group)
+        value *= p.x.scale[row * ceil_div(p.K, kScaleBlock) + from / kScaleBlock];
     }
     out[k] = device::from_float<T>(value);
   }

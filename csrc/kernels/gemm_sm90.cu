@@ -19,7 +19,8 @@ using Sums = float[Tile::kParts][Tile::kPartCols / 8][4];
 /// kCount stages: each part's products of all of them, which are then added to its sums.
 template <class Tile, int kCount>
 __device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
-                                                Sums<Tile>& sums, const Consumer& me) {
+                                                Sums<Tile>& sums, const BlockScales& scales,
+                                                const Consumer& me) {
   std::uint64_t x[kCount], weight[kCount];
   int stages[kCount];
 #pragma unroll
@@ -51,24 +52,36 @@ __device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile:
 #pragma unroll
     for (int i = 0; i < Tile::kPartCols / 8; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sums[part][i][j] += products[i][j];
+      for (int j = 0; j < 4; ++j) {
+        if constexpr (Tile::kBlocks) {
+          const int half = (part * Tile::kPartCols + i * 8) / (Tile::kCols / 2);
+          sums[part][i][j] += products[i][j] * scales.factor[half][j / 2];
+        } else {
+          sums[part][i][j] += products[i][j];
+        }
+      }
   }
 }
 
 template <class Tile>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
                                               Ring<Tile::kStages>& ring, Sums<Tile>& sums,
-                                              const Consumer& me) {
+                                              const Work& work, const Consumer& me) {
 #pragma unroll
   for (auto& part : sums)
 #pragma unroll
     for (auto& piece : part)
 #pragma unroll
       for (float& sum : piece) sum = 0.0f;
+  BlockScales scales;
+  if constexpr (Tile::kBlocks) scales.start<Tile>(launch, work, me);
   int k = 0;
-  for (; k + Tile::kAddEvery <= launch.steps; k += Tile::kAddEvery)
-    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, me);
-  for (; k < launch.steps; ++k) multiply_stages<Tile, 1>(shared, ring, sums, me);
+  for (; k + Tile::kAddEvery <= work.steps; k += Tile::kAddEvery) {
+    if constexpr (Tile::kBlocks) scales.advance(k + 1, work.steps);
+    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, scales, me);
+  }
+  if constexpr (Tile::kAddEvery > 1)
+    for (; k < work.steps; ++k) multiply_stages<Tile, 1>(shared, ring, sums, scales, me);
 }
 
 // ---- Epilogue -----------------------------------------------------------------------------------
@@ -81,7 +94,8 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
   for (int r = 0; r < 2; ++r) {
     const int m =
         place.m * kRows + me.warpgroup * kWarpgroupRows + me.warp * 16 + me.quad + 8 * r;
-    row_scale[r] = p.x.scale && m < p.M ? p.x.scale[p.x.scale_per_row ? m : 0] : 1.0f;
+    const bool scaled = p.x.scale && !p.x.scale_per_group && m < p.M;
+    row_scale[r] = scaled ? p.x.scale[p.x.scale_per_row ? m : 0] : 1.0f;
   }
 }
 
@@ -166,13 +180,12 @@ __device__ __forceinline__ void store_chunks(const Launch& launch, Shared<Tile>&
   using T = typename Tile::T;
   const GemmParams& p = launch.gemm;
   const bool gated = is_gated(p.activation);
-  constexpr int kChunks = Tile::kCols / kChunk;
   const int columns = gated ? kChunk / 2 : kChunk;
   Chunk& chunk = shared.chunks[me.warpgroup];
 #pragma unroll 1
-  for (int c = 0; c < kChunks; ++c) {
+  for (int c = 0; c < Tile::kChunks; ++c) {
     const Part part{.row = place.m * kRows + me.warpgroup * kWarpgroupRows,
-                    .column = (place.n * kChunks + c) * columns,
+                    .column = (place.n * Tile::kChunks + c) * columns,
                     .begin = 0,
                     .end = kWarpgroupRows,
                     .columns = columns,
@@ -183,16 +196,60 @@ __device__ __forceinline__ void store_chunks(const Launch& launch, Shared<Tile>&
     me.meet();  // the chunk before is read
     put_chunk<Tile>(chunk, sums, c, gated, row_scale, me);
     me.meet();  // the chunk is whole
-    finish_chunk<T, false>(p, chunk, part, of_thread, me.thread);
+    finish_chunk<T, false>(
+        p, [&](int row, int column) { return device::load_vec<kEach>(chunk.at(row, column)); },
+        part, of_thread, me.thread);
   }
+}
+
+/// The sums of all segments, of which each block of the cluster finishes some rows.
+template <class Tile>
+__device__ __forceinline__ void store_split(const Launch& launch, Shared<Tile>& shared,
+                                            const Sums<Tile>& sums, const Consumer& me) {
+  const GemmParams& p = launch.gemm;
+  const Work work = segment_of(launch.tiles, launch.segments, launch.steps,
+                               ptx::opaque(static_cast<int>(blockIdx.x)));
+  const bool gated = is_gated(p.activation);
+  const int columns = gated ? kChunk / 2 : kChunk;
+  auto& split = shared.split();
+  const float one[2] = {1.0f, 1.0f};
+  me.meet_all();  // nobody reads the stages any more
+#pragma unroll
+  for (int c = 0; c < Tile::kChunks; ++c)
+    put_chunk<Tile>(split.chunks[c][me.warpgroup], sums, c, gated, one, me);
+  ptx::cluster_arrive();
+  ptx::cluster_wait();  // the sums of every segment are in shared memory
+#pragma unroll 1
+  for (int c = 0; c < Tile::kChunks; ++c) {
+    Part part{.row = work.place.m * kRows + me.warpgroup * kWarpgroupRows,
+              .column = (work.place.n * Tile::kChunks + c) * columns,
+              .begin = 0,
+              .end = kWarpgroupRows,
+              .columns = columns,
+              .up_rows = 0,
+              .up_columns = kChunk / 2};
+    take_share(part, work, launch.segments);
+    Columns of_thread;
+    const Column* first = shared.columns + c * columns + me.thread * kEach % columns;
+    of_thread.take(first, gated ? first + Tile::kCols / 2 : first);
+    finish_chunk<typename Tile::T, true>(
+        p,
+        [&](int row, int column) {
+          return split.chunks[c][me.warpgroup].total(row, column, launch.segments);
+        },
+        part, of_thread, me.thread);
+  }
+  ptx::cluster_arrive();
+  ptx::cluster_wait();  // nobody reads this block's sums any more
 }
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// e4m3 times e4m3 on Hopper. Grid: as many blocks as SMs. A block owns a tile of 128 rows of x by
-/// kCols weight rows at a time; one thread brings 128 columns of K a stage by the copy engine, two
-/// warpgroups of 64 rows multiply. The tensor cores keep 14 bits of a sum: its parts of 128 columns
-/// are added in float32.
+/// e4m3 times e4m3 on Hopper. Grid: as many blocks as SMs; where tiles are fewer, a cluster of
+/// blocks for each, which share its columns of K. A block owns a tile of 128 rows of x by kCols
+/// weight rows at a time; one thread brings 128 columns of K a stage by the copy engine, two
+/// warpgroups of 64 rows multiply. The tensor cores keep 14 bits of a sum: its parts of 256 columns
+/// are added in float32, or those of 128 columns times their scales.
 /// Roofline: 2 M N K flops on the fp8 tensor cores.
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -211,32 +268,43 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are made
-  ptx::wait_for_dependencies();
 
+  const bool plain = is_plain(launch.gemm) && !Tile::kSplit;
   if (threadIdx.x < kWarpgroup) {
     ptx::release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) produce<Tile>(launch, shared);
-    if (threadIdx.x / device::kWarpSize == 1 && is_plain(launch.gemm))
+    if (threadIdx.x / device::kWarpSize == 1 && (plain || Tile::kSplit)) {
+      ptx::wait_for_dependencies();
       bring_columns<Tile>(launch, shared);
+    }
+    if (Tile::kSplit) {  // as the consumers do
+      ptx::cluster_arrive();
+      ptx::cluster_wait();
+      ptx::cluster_arrive();
+    }
   } else {
     ptx::take_registers<kConsumerRegisters>();
+    ptx::wait_for_dependencies();
     const Consumer me(static_cast<int>(threadIdx.x));
     Ring<Tile::kStages> ring;
     int columns_parity = 0;
-    for_each_tile(launch, [&](const Place& place) {
+    for_each_work<Tile>(launch, [&](const Work& work) {
       float row_scale[2];
-      load_row_scales(launch.gemm, place, me, row_scale);
+      if (!Tile::kBlocks) load_row_scales(launch.gemm, work.place, me, row_scale);
       Sums<Tile> sums;
-      multiply_tile<Tile>(launch, shared, ring, sums, me);
+      multiply_tile<Tile>(launch, shared, ring, sums, work, me);
       // The epilogue's addresses are not kept in registers while the tensor cores work.
       const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)));
-      if (is_plain(launch.gemm)) {
-        ptx::mbarrier_wait(&shared.columns_full, columns_parity);
-        columns_parity ^= 1;
-        store_plain<Tile>(launch, shared, place, sums, row_scale, here);
+      if (Tile::kBlocks) load_row_scales(launch.gemm, work.place, here, row_scale);
+      if (plain || Tile::kSplit) ptx::mbarrier_wait(&shared.columns_full, columns_parity);
+      columns_parity ^= 1;
+      if constexpr (Tile::kSplit) {
+        store_split<Tile>(launch, shared, sums, here);
+      } else if (plain) {
+        store_plain<Tile>(launch, shared, work.place, sums, row_scale, here);
         if (me.lane == 0) ptx::mbarrier_arrive(&shared.columns_free);
       } else {
-        store_chunks<Tile>(launch, shared, place, sums, row_scale, here);
+        store_chunks<Tile>(launch, shared, work.place, sums, row_scale, here);
       }
     });
     if (me.lane == 0) ptx::wait_stores_read<0>();  // shared memory lives until then
@@ -247,9 +315,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 // ---- Launch -------------------------------------------------------------------------------------
 
 template <class Tile>
-void launch_tiles(const GemmParams& p, int together, Stream stream) {
+void launch_tiles(const GemmParams& p, int segments, Stream stream) {
   const int out_cols = p.out_cols();
-  Launch launch{.gemm = p};
+  Launch launch{.gemm = p, .segments = segments};
   launch.x = device::matrix_map({p.x.data, 1, p.M, p.K, p.x.stride_row}, kRows, kRowBytes, true);
   launch.weight = device::matrix_map({p.weight.data, 1, p.N, p.K, p.weight.stride_row},
                                      Tile::kCols / 2, kRowBytes, true);
@@ -257,19 +325,31 @@ void launch_tiles(const GemmParams& p, int together, Stream stream) {
   launch.tiles = {.along_m = checked_int32(ceil_div<std::int64_t>(p.M, kRows), "linear: row tiles"),
                   .along_n =
                       ceil_div(out_cols, is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols),
-                  .together = together};
+                  .together = kTogether};
   launch.steps = ceil_div(p.K, kRowBytes);
   const std::int64_t count = std::int64_t{launch.tiles.along_m} * launch.tiles.along_n;
-  const int blocks = static_cast<int>(std::min<std::int64_t>(count, device::multiprocessors()));
-  device::launch_chained<fp8_kernel<Tile>>(dim3(blocks), dim3(kThreads), sizeof(Shared<Tile>),
-                                           stream, launch, "linear: fp8");
+  const std::int64_t blocks =
+      Tile::kSplit ? count * segments : std::min<std::int64_t>(count, device::multiprocessors());
+  device::launch_chained<fp8_kernel<Tile>>(dim3(checked_int32(blocks, "linear: blocks")),
+                                           dim3(kThreads), sizeof(Shared<Tile>), stream, launch,
+                                           "linear: fp8", segments);
+}
+
+template <class T, bool kBlocks>
+void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  if (config.tile_cols == 256) return launch_tiles<Tile<T, 256, kBlocks, false>>(p, 1, stream);
+  if (config.segments == 1) return launch_tiles<Tile<T, 128, kBlocks, false>>(p, 1, stream);
+  launch_tiles<Tile<T, 128, kBlocks, true>>(p, config.segments, stream);
 }
 
 }  // namespace
 
-void launch_fp8(const GemmParams& p, Stream stream) {
+void launch_fp8(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   device::dispatch_half(p.dtype, [&](auto type) {
-    launch_tiles<Tile<typename decltype(type)::type, 256, 128, 4, 2>>(p, kTogether, stream);
+    using T = typename decltype(type)::type;
+    if (p.weight.scale_layout == ScaleLayout::kBlock || p.x.scale_per_group)
+      return launch_tile_of<T, true>(p, config, stream);
+    launch_tile_of<T, false>(p, config, stream);
   });
 }
 

@@ -3,6 +3,7 @@
 
 #include "common/math.h"
 #include "device/launch.cuh"
+#include "device/ptx/cluster_share.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/matrix_copy.cuh"
 #include "device/ptx/mbarrier.cuh"
@@ -10,11 +11,14 @@
 #include "device/ptx/stmatrix.cuh"
 #include "device/ptx/warpgroup.cuh"
 #include "device/reduce.cuh"
+#include "kernels/gemm_config.h"
 #include "kernels/gemm_epilogue.cuh"
 
 /// What the Hopper kernels for many rows share: roles of the warps, the ring of stages, the order
 /// of the tiles, the way of the sums to y.
 namespace ridgeline::gemm_sm90 {
+
+using gemm_config::kMaxSegments;
 
 // ---- Roles and tiles ----------------------------------------------------------------------------
 
@@ -59,6 +63,34 @@ __device__ __forceinline__ Place place_of(const Tiles& tiles, int index) {
   return {first + rest % side_by_side, rest / side_by_side};
 }
 
+/// A tile, or a segment of its columns of K: some stages of them.
+struct Work {
+  Place place;
+  int segment, first_step, steps;
+};
+
+/// What block `index` does where the blocks of a cluster share a tile.
+__device__ __forceinline__ Work segment_of(const Tiles& tiles, int segments, int steps, int index) {
+  Work work{.place = place_of(tiles, index / segments), .segment = index % segments};
+  work.first_step = steps * work.segment / segments;
+  work.steps = steps * (work.segment + 1) / segments - work.first_step;
+  return work;
+}
+
+/// Calls fn(work) for each tile of this block, or for its segment of one.
+template <bool kSplit, class Fn>
+__device__ __forceinline__ void for_each_work(const Tiles& tiles, int segments, int steps,
+                                              Fn&& fn) {
+  const int index = static_cast<int>(blockIdx.x);
+  if constexpr (kSplit) {
+    fn(segment_of(tiles, segments, steps, index));
+  } else {
+    const int count = tiles.along_m * tiles.along_n;
+    for (int i = index; i < count; i += static_cast<int>(gridDim.x))
+      fn(Work{.place = place_of(tiles, i), .steps = steps});
+  }
+}
+
 /// The thread of a consumer: its warpgroup, its warp in it, its place in a fragment.
 struct Consumer {
   int warpgroup, thread, warp, lane, quad, in_quad;
@@ -74,6 +106,11 @@ struct Consumer {
   /// This warpgroup's threads meet.
   __device__ __forceinline__ void meet() const {
     ptx::named_barrier_sync(1 + warpgroup, kWarpgroup);
+  }
+
+  /// All consumers' threads meet.
+  __device__ __forceinline__ static void meet_all() {
+    ptx::named_barrier_sync(1 + kConsumers, kConsumers * kWarpgroup);
   }
 };
 
@@ -106,6 +143,20 @@ struct Chunk {
   __device__ __forceinline__ float* at(int row, int column) {
     return sums + row * kChunk + ((column / 8 ^ (row + row / 4) % 4) * 8 + column % 8);
   }
+
+  /// Four columns of a row, in each of a cluster's blocks: added in the order of the segments.
+  __device__ __forceinline__ device::Vec<float, 4> total(int row, int column, int blocks) {
+    device::Vec<float, 4> parts[kMaxSegments];
+#pragma unroll
+    for (int block = 0; block < kMaxSegments; ++block)
+      if (block < blocks) parts[block] = device::load_vec<4>(ptx::in_block(at(row, column), block));
+#pragma unroll
+    for (int block = 1; block < kMaxSegments; ++block)
+      if (block < blocks)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) parts[0].data[i] += parts[block].data[i];
+    return parts[0];
+  }
 };
 
 /// Which part of y a chunk's rows [begin, end) are; row 0 is y's `row`. Gated, the up sums lie
@@ -117,35 +168,58 @@ struct Part {
 
 constexpr int kEach = 4;  // columns of a row that a thread finishes
 
+/// What the epilogue needs of a column of the sums.
+struct Column {
+  float scale, bias;
+
+  template <class T>
+  __device__ __forceinline__ static Column load(const GemmParams& p, int n) {
+    if (n >= p.N) return {0.0f, 0.0f};
+    const bool scaled = p.weight.format == WeightFormat::kFp8 &&
+                        p.weight.scale_layout != ScaleLayout::kBlock;
+    const auto* scales = static_cast<const float*>(p.weight.scales);
+    return {scaled ? scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0] : 1.0f,
+            p.bias ? device::to_float(static_cast<const T*>(p.bias)[n]) : 0.0f};
+  }
+};
+
 /// Scale and bias of a thread's columns: of the gates or of all, and of the up rows.
 struct Columns {
   float scale[2][kEach], bias[2][kEach];
 
+  /// From shared memory, those of the thread's first column on.
+  __device__ __forceinline__ void take(const Column* gates, const Column* ups) {
+#pragma unroll
+    for (int up = 0; up < 2; ++up)
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        scale[up][i] = (up ? ups : gates)[i].scale;
+        bias[up][i] = (up ? ups : gates)[i].bias;
+      }
+  }
+
   template <class T>
   __device__ __forceinline__ void load(const GemmParams& p, const Part& part, int thread) {
-    const auto* scales = static_cast<const float*>(p.weight.scales);
-    const bool scaled = p.weight.format == WeightFormat::kFp8 &&
-                        p.weight.scale_layout != ScaleLayout::kBlock;
     const int first = part.column + thread * kEach % part.columns;
 #pragma unroll
     for (int up = 0; up < 2; ++up)
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        scale[up][i] = 1.0f;
-        bias[up][i] = 0.0f;
-        const int n = first + i + up * (p.N / 2);
         if ((up != 0 && !is_gated(p.activation)) || first + i >= p.out_cols()) continue;
-        if (scaled) scale[up][i] = scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0];
-        if (p.bias) bias[up][i] = device::to_float(static_cast<const T*>(p.bias)[n]);
+        const Column column = Column::load<T>(p, first + i + up * (p.N / 2));
+        scale[up][i] = column.scale;
+        bias[up][i] = column.bias;
       }
   }
 };
 
 /// The chunk's part of y, neighbouring threads on neighbouring columns. Each product and sum is
-/// rounded by itself, as `finish` does. The rows of the sums are scaled already, or by kScaleRows.
-template <class T, bool kScaleRows>
-__device__ __forceinline__ void finish_chunk(const GemmParams& p, Chunk& chunk, const Part& part,
-                                             const Columns& columns, int thread) {
+/// rounded by itself, as `finish` does. sums_at(row, column) gives four sums; their rows are scaled
+/// already, or by kScaleRows.
+template <class T, bool kScaleRows, class SumsAt>
+__device__ __forceinline__ void finish_chunk(const GemmParams& p, SumsAt&& sums_at,
+                                             const Part& part, const Columns& columns,
+                                             int thread) {
   const bool gated = is_gated(p.activation);
   const int per_row = part.columns / kEach, column = thread % per_row * kEach;
   const int out_cols = p.out_cols(), n = part.column + column;
@@ -154,11 +228,11 @@ __device__ __forceinline__ void finish_chunk(const GemmParams& p, Chunk& chunk, 
   for (int row = part.begin + thread / per_row; row < part.end; row += kWarpgroup / per_row) {
     const std::int64_t m = part.row + row;
     if (m >= p.M) return;
-    const float x_scale = kScaleRows && p.x.scale ? p.x.scale[p.x.scale_per_row ? m : 0] : 1.0f;
+    const bool scales_row = kScaleRows && p.x.scale && !p.x.scale_per_group;
+    const float x_scale = scales_row ? p.x.scale[p.x.scale_per_row ? m : 0] : 1.0f;
     device::Vec<float, kEach> sums[2];
-    sums[0] = device::load_vec<kEach>(chunk.at(row, column));
-    if (gated)
-      sums[1] = device::load_vec<kEach>(chunk.at(row + part.up_rows, column + part.up_columns));
+    sums[0] = sums_at(row, column);
+    if (gated) sums[1] = sums_at(row + part.up_rows, column + part.up_columns);
     const auto value = [&](int up, int i) {
       const float sum = __fmul_rn(__fmul_rn(sums[up].data[i], x_scale), columns.scale[up][i]);
       return __fadd_rn(sum, columns.bias[up][i]);
@@ -183,17 +257,19 @@ __device__ __forceinline__ void finish_chunk(const GemmParams& p, Chunk& chunk, 
   }
 }
 
-/// The chunk as it is to `partials` [M, N], for a kernel that adds and finishes.
-__device__ __forceinline__ void keep_chunk(const GemmParams& p, Chunk& chunk, const Part& part,
-                                           float* partials, int thread) {
-  const int per_row = part.columns / kEach, column = thread % per_row * kEach;
-  const int n = part.column + column;
-  if (n >= p.N) return;
-  for (int row = part.begin + thread / per_row; row < part.end; row += kWarpgroup / per_row) {
-    if (part.row + row >= p.M) return;
-    device::store(partials + (part.row + row) * p.N + n,
-                  device::load_vec<kEach>(chunk.at(row, column)));
-  }
+// ---- Segments of K ------------------------------------------------------------------------------
+
+/// A tile's sums on their way to the other blocks of the cluster, in the memory of the stages.
+template <int kChunks>
+struct Split {
+  Chunk chunks[kChunks][kConsumers];
+};
+
+/// Leaves of a chunk the rows that this block of the cluster finishes.
+__device__ __forceinline__ void take_share(Part& part, const Work& work, int segments) {
+  const int rows = part.end - part.begin, first = part.begin;
+  part.begin = first + rows * work.segment / segments;
+  part.end = first + rows * (work.segment + 1) / segments;
 }
 
 }  // namespace ridgeline::gemm_sm90

@@ -14,31 +14,31 @@ constexpr int kRows = kConsumers * kWarpgroupRows;  // of x, a tile
 constexpr int kStepBytes = 32;                      // 32 columns, the depth of one wgmma
 constexpr int kSteps = kRowBytes / kStepBytes;
 
-/// kCols weight rows a tile. kPartCols of them are multiplied at a time and added to float32 sums
-/// every kAddEvery stages.
-template <class T_, int kCols_, int kPartCols_, int kStages_, int kAddEvery_>
+/// Of kCols weight rows: 256, or 128 where tiles are few. 128 of them are multiplied at a time and
+/// added to float32 sums every kAddEvery stages; kBlocks: times scales of 128 columns of K. kSplit:
+/// the blocks of a cluster share a tile's columns of K.
+template <class T_, int kCols_, bool kBlocks_, bool kSplit_>
 struct Tile {
   using T = T_;
   static constexpr int kCols = kCols_;
-  static constexpr int kPartCols = kPartCols_;
+  static constexpr int kPartCols = kScaleBlock;
   static constexpr int kParts = kCols / kPartCols;
-  static constexpr int kStages = kStages_;
-  static constexpr int kAddEvery = kAddEvery_;
+  static constexpr int kStages = kCols == 256 ? 4 : 6;
+  static constexpr int kChunks = kCols / kChunk;  // of a warpgroup's sums
+  static constexpr bool kBlocks = kBlocks_;
+  static constexpr int kAddEvery = kBlocks ? 1 : 2;
+  static constexpr bool kSplit = kSplit_;
 };
 
 struct Launch {
   GemmParams gemm;
   CUtensorMap x, weight, y;
   Tiles tiles;
-  int steps;  // of 128 columns of K
+  int segments;  // of K
+  int steps;     // of 128 columns of K, in all
 };
 
 // ---- Shared memory ------------------------------------------------------------------------------
-
-/// What the epilogue needs of a column.
-struct Column {
-  float scale, bias;
-};
 
 template <class Tile>
 struct Shared {
@@ -53,6 +53,12 @@ struct Shared {
   alignas(16) Column columns[Tile::kCols];
   alignas(8) std::uint64_t full[Tile::kStages], free[Tile::kStages];
   std::uint64_t columns_full, columns_free;
+
+  /// In the place of the stages, once nobody reads them.
+  __device__ __forceinline__ Split<Tile::kChunks>& split() {
+    static_assert(sizeof(x) + sizeof(weight) >= sizeof(Split<Tile::kChunks>));
+    return reinterpret_cast<Split<Tile::kChunks>&>(x);
+  }
 };
 
 // ---- Producer -----------------------------------------------------------------------------------
@@ -64,28 +70,34 @@ __device__ __forceinline__ int weight_row(const GemmParams& p, int n, int half) 
   return is_gated(p.activation) ? n * kHalf + half * (p.N / 2) : n * Tile::kCols + half * kHalf;
 }
 
-/// Calls fn(place) for each tile of this block.
-template <class Fn>
-__device__ __forceinline__ void for_each_tile(const Launch& launch, Fn&& fn) {
-  const int count = launch.tiles.along_m * launch.tiles.along_n;
-  for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x))
-    fn(place_of(launch.tiles, i));
+template <class Tile, class Fn>
+__device__ __forceinline__ void for_each_work(const Launch& launch, Fn&& fn) {
+  gemm_sm90::for_each_work<Tile::kSplit>(launch.tiles, launch.segments, launch.steps, fn);
 }
 
 template <class Tile>
 __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared) {
   const GemmParams& p = launch.gemm;
   constexpr int kBytes = sizeof(shared.x[0]) + sizeof(shared.weight[0]);
+  const auto request_weight = [&](const Work& work, int k, int s) {
+    ptx::mbarrier_expect(&shared.full[s], kBytes);
+    for (int half = 0; half < 2; ++half)
+      ptx::copy_matrix(shared.weight[s][half], &launch.weight, &shared.full[s],
+                       (work.first_step + k) * kRowBytes, weight_row<Tile>(p, work.place.n, half));
+  };
   Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
-  for_each_tile(launch, [&](const Place& place) {
-    for (int k = 0; k < launch.steps; ++k, ring.next()) {
-      const int s = ring.stage, column = k * kRowBytes;
+  bool waits = true;
+  for_each_work<Tile>(launch, [&](const Work& work) {
+    const int ahead = waits && p.weights_ready ? min(Tile::kStages, work.steps) : 0;
+    for (int k = 0; k < ahead; ++k) request_weight(work, k, k);
+    if (waits) ptx::wait_for_dependencies();
+    waits = false;
+    for (int k = 0; k < work.steps; ++k, ring.next()) {
+      const int s = ring.stage;
       ptx::mbarrier_wait(&shared.free[s], ring.parity);
-      ptx::mbarrier_expect(&shared.full[s], kBytes);
-      ptx::copy_matrix(shared.x[s], &launch.x, &shared.full[s], column, place.m * kRows);
-      for (int half = 0; half < 2; ++half)
-        ptx::copy_matrix(shared.weight[s][half], &launch.weight, &shared.full[s], column,
-                         weight_row<Tile>(p, place.n, half));
+      if (k >= ahead) request_weight(work, k, s);
+      ptx::copy_matrix(shared.x[s], &launch.x, &shared.full[s], (work.first_step + k) * kRowBytes,
+                       work.place.m * kRows);
     }
   });
 }
@@ -97,24 +109,65 @@ __device__ __forceinline__ void bring_columns(const Launch& launch, Shared<Tile>
   constexpr int kHalf = Tile::kCols / 2;
   const GemmParams& p = launch.gemm;
   const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
-  const auto* scales = static_cast<const float*>(p.weight.scales);
-  const bool per_row = p.weight.scale_layout == ScaleLayout::kRow;
   int parity = 1;
-  for_each_tile(launch, [&](const Place& place) {
+  for_each_work<Tile>(launch, [&](const Work& work) {
     ptx::mbarrier_wait(&shared.columns_free, parity);
     parity ^= 1;
     for (int c = lane; c < Tile::kCols; c += device::kWarpSize) {
-      const int n = weight_row<Tile>(p, place.n, c / kHalf) + c % kHalf;
-      Column column{0.0f, 0.0f};
-      if (n < p.N) {
-        column.scale = scales[per_row ? n : 0];
-        if (p.bias) column.bias = device::to_float(static_cast<const T*>(p.bias)[n]);
-      }
-      shared.columns[c] = column;
+      const int n = weight_row<Tile>(p, work.place.n, c / kHalf) + c % kHalf;
+      shared.columns[c] = Column::load<T>(p, n);
     }
     __syncwarp();  // the columns are written
     if (lane == 0) ptx::mbarrier_arrive(&shared.columns_full);
   });
 }
+
+// ---- Scales of columns of K ---------------------------------------------------------------------
+
+/// The scales of 128 columns of K: of this thread's two rows of x, and of both halves of the tile.
+/// Those of the next columns are requested while these are multiplied.
+struct BlockScales {
+  const float *x = nullptr, *weight = nullptr;  // null: 1
+  int second[2] = {};                           // distance of the second of each
+  float next_x[2] = {1.0f, 1.0f}, next_weight[2] = {1.0f, 1.0f}, factor[2][2];
+
+  template <class Tile>
+  __device__ __forceinline__ void start(const Launch& launch, const Work& work,
+                                        const Consumer& me) {
+    const GemmParams& p = launch.gemm;
+    if (p.x.scale_per_group) {
+      const std::int64_t m = std::int64_t{work.place.m} * kRows + me.warpgroup * kWarpgroupRows +
+                             me.warp * 16 + me.quad;
+      const std::int64_t first = min(m, p.M - 1);
+      x = p.x.scale + first * launch.steps + work.first_step;
+      second[0] = static_cast<int>(min(m + 8, p.M - 1) - first) * launch.steps;
+    }
+    if (p.weight.scale_layout == ScaleLayout::kBlock) {
+      const auto block = [&](int half) {
+        return min(weight_row<Tile>(p, work.place.n, half), p.N - 1) / kScaleBlock;
+      };
+      weight = static_cast<const float*>(p.weight.scales) +
+               std::int64_t{block(0)} * launch.steps + work.first_step;
+      second[1] = (block(1) - block(0)) * launch.steps;
+    }
+    request(0);
+  }
+
+  __device__ __forceinline__ void request(int k) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (x) next_x[i] = x[k + i * second[0]];
+      if (weight) next_weight[i] = weight[k + i * second[1]];
+    }
+  }
+
+  [[maybe_unused]] __device__ __forceinline__ void advance(int next, int steps) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) factor[half][r] = next_x[r] * next_weight[half];
+    if (next < steps) request(next);
+  }
+};
 
 }  // namespace ridgeline::gemm_fp8

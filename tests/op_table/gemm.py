@@ -205,6 +205,8 @@ INT4 = OpCase(
                weight=_int4_weight(32, 8192, 128, True, False)),
         Sample("K long, 17 rows: a cluster", x=normal(17, 8192),
                weight=_int4_weight(32, 8192, 128, True, False)),
+        Sample("K long, 130 rows: a cluster", x=normal(130, 8192), bias=normal(544),
+               weight=_int4_weight(544, 8192, 128, True, False), activation="silu_mul"),
     ],
     errors=[
         Error(r"x.*64.*\[2, 32\]", x=normal(2, 32), dtype=torch.bfloat16,
@@ -253,7 +255,11 @@ def _fp8_reference(
         dense = dense * _block_scales(weight_scale.double(), *weight.shape)
     else:
         dense = dense * weight_scale.double().reshape(-1, 1)
-    scaled = x if x_scale is None else x.double() * x_scale.double().reshape(-1, 1)
+    scaled = x
+    if x_scale is not None and x_scale.dim() == 2:
+        scaled = x.double() * x_scale.double().repeat_interleave(128, 1)[:, : x.shape[1]]
+    elif x_scale is not None:
+        scaled = x.double() * x_scale.double().reshape(-1, 1)
     return linear(scaled.to(dtype), dense.to(dtype), bias, **options)
 
 
@@ -278,6 +284,9 @@ def _fp8_shapes() -> list[Sample]:
                    out_dtype=torch.bfloat16, bias=normal(64, dtype=torch.bfloat16)),
             Sample(f"{rows} rows of fp8, one scale", x=fp8(rows, 256), weight=fp8(64, 256),
                    x_scale=_positive(1), weight_scale=_positive(1), out_dtype=torch.float16),
+            Sample(f"{rows} rows of fp8, scales a group of columns, block scales",
+                   x=fp8(rows, 400), weight=fp8(200, 400), x_scale=_positive(rows, 4),
+                   weight_scale=_positive(2, 4), out_dtype=torch.bfloat16),
         ]  # fmt: skip
     return samples
 
@@ -300,6 +309,22 @@ FP8 = OpCase(
                weight_scale=_positive(32)),
         Sample("K long, 17 rows: a cluster", x=normal(17, 8192), weight=fp8(32, 8192),
                weight_scale=_positive(32)),
+        Sample("K long, 130 rows: a cluster", x=normal(130, 8208), weight=fp8(528, 8208),
+               weight_scale=_positive(528), activation="silu_mul"),
+        Sample("K long, 130 rows of fp8: a cluster", x=fp8(130, 8208), weight=fp8(528, 8208),
+               x_scale=_positive(130), weight_scale=_positive(528), out_dtype=torch.bfloat16,
+               bias=normal(528, dtype=torch.bfloat16), activation="silu_mul"),
+        Sample("K long, 70 rows of fp8, a tensor's scale, block scales", x=fp8(70, 4096),
+               weight=fp8(264, 4096), x_scale=_positive(1), weight_scale=_positive(3, 32),
+               out_dtype=torch.bfloat16),
+        Sample("70 rows of fp8, scales of groups and rows", x=fp8(70, 256), weight=fp8(264, 256),
+               x_scale=_positive(70, 2), weight_scale=_positive(264), out_dtype=torch.bfloat16),
+        Sample("gated, both halves whole blocks", x=fp8(70, 256), weight=fp8(512, 256),
+               x_scale=_positive(70, 2), weight_scale=_positive(4, 2), out_dtype=torch.bfloat16,
+               activation="silu_mul"),
+        Sample("gated, the up rows in the middle of a block", x=fp8(70, 256),
+               weight=fp8(416, 256), x_scale=_positive(70, 2), weight_scale=_positive(4, 2),
+               out_dtype=torch.bfloat16, activation="silu_mul"),
     ],
     errors=[
         Error(r"weight.*float8_e4m3fn.*bfloat16", x=normal(2, 64), weight=normal(8, 64),
@@ -308,6 +333,9 @@ FP8 = OpCase(
               weight_scale=_positive(7), dtype=torch.bfloat16),
         Error(r"x_scale.*a tensor.*None", x=fp8(2, 64), weight=fp8(8, 64),
               weight_scale=_positive(8), dtype=torch.bfloat16),
+        Error(r"x_scale.*2 .one a row.*\[\.\.\., 3\].*\[2, 2\]", x=fp8(2, 272),
+              weight=fp8(8, 272), x_scale=_positive(2, 2), weight_scale=_positive(8),
+              dtype=torch.bfloat16),
     ],
 )  # fmt: skip
 

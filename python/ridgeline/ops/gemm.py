@@ -151,15 +151,17 @@ def fp8_linear(
     Args:
         x: ``[..., K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded to
             that dtype, exactly; or float8_e4m3fn with ``x_scale``: both are expanded, exactly, or,
-            on Hopper with more than 8 rows (of more than 64, where the weight scale is no block's),
-            multiplied as they are: the tensor cores keep 14 bits of a sum of 128 columns (256 of
-            more than 64 rows), which is added in float32.
+            on Hopper with more than 8 rows, multiplied as they are: the tensor cores keep 14 bits
+            of a sum of 128 columns (256 of more than 64 rows without scales of columns), which is
+            added in float32.
         weight: ``[N, K]``, float8_e4m3fn; last dimension contiguous.
         weight_scale: float32: one value, or ``[N]``, applied to the product in float32; or
             ``[ceil(N / 128), ceil(K / 128)]``, one a 128 x 128 block, applied to the expanded
-            weight and, on CUDA, rounded to the dtype of the output; on Hopper up to 64 rows
-            applied to sums in float32.
-        x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
+            weight and, on CUDA, rounded to the dtype of the output; on Hopper up to 64 rows, and
+            where both are multiplied as they are, applied to sums in float32.
+        x_scale: float32, for a float8 ``x`` only: one value, or one a row of ``x``, applied to the
+            product; or ``[..., ceil(K / 128)]``, one a group of 128 columns, applied to sums of
+            those or, up to 64 rows and off Hopper, to the expanded ``x``.
         out_dtype: of the output, for a float8 ``x``; None: bfloat16. Otherwise the dtype of ``x``.
         bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
             :func:`linear`; no norm for a float8 ``x``. Bits as in :func:`int4_linear`.
