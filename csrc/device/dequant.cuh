@@ -107,28 +107,6 @@ __device__ __forceinline__ std::uint32_t expand_int4(std::uint32_t word, int i, 
   return as_bits(__hmul2(as_pair<T>(expand_int4<T>(word, i, zero)), scale));
 }
 
-/// The same of the zero point 8 in one multiply-add: as the top of a subnormal's mantissa a nibble is
-/// q times a power of two, without an offset to subtract. The scale comes times the inverse of that
-/// power, and with it -8 times the scale; both are exact where |scale| < kFoldedBelow.
-template <class T> constexpr int kFoldedShift = std::is_same_v<T, __half> ? 6 : 3;
-constexpr float kFoldedBelow = 0.25f;
-
-template <class T>
-__device__ __forceinline__ Pair<T> folded_scale(T scale) {
-  constexpr float kFirst = std::is_same_v<T, __half> ? 0x1p18f : 0x1p127f;
-  constexpr float kSecond = std::is_same_v<T, __half> ? 1.0f : 8.0f;
-  const T up = static_cast<T>(to_float(scale) * kSecond * kFirst);
-  return Pair<T>{up, up};
-}
-
-template <class T>
-__device__ __forceinline__ std::uint32_t expand_int4_folded(std::uint32_t word, int i,
-                                                            Pair<T> folded, Pair<T> minus_eight) {
-  constexpr int kShift = kFoldedShift<T>;
-  const std::uint32_t moved = 4 * i <= kShift ? word << (kShift - 4 * i) : word >> (4 * i - kShift);
-  return as_bits(__hfma2(as_pair<T>(moved & (0x000f000fu << kShift)), folded, minus_eight));
-}
-
 /// Four e4m3 values as two pairs of T, exactly: exponent and mantissa move to their place in T, and
 /// a power of two corrects the bias (subnormals too). NaN (0x7f, 0xff) is rare: a branch.
 template <class T>
