@@ -10,5 +10,8 @@ __all__ = ["sdpa", "transformers"]
 
 def __getattr__(name: str) -> ModuleType:
     if name in __all__:
-        return import_module(f"{__name__}.{name}")
+        try:
+            return import_module(f"{__name__}.{name}")
+        except ImportError as error:
+            raise ImportError(f"ridgeline.integrations.{name}: {error}") from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
