@@ -20,7 +20,8 @@ using Granularity = QuantizeParams::Granularity;
 constexpr int kExtent = QuantizeParams::kExtent;
 constexpr int kMaxWarps = 512 / device::kWarpSize;
 constexpr int kGroupThreads = 128;
-constexpr int kGroupsEach = 4;    // groups a thread has a piece of: four loads in flight
+constexpr int kGroupsEach = 4;     // groups a thread has a piece of: four loads in flight
+constexpr int kFewBlocks = 2 * 132;  // up to so many, threads have one group each: more SMs work
 constexpr int kTileThreads = 512;  // of 128 x 128 elements, four 16-byte pieces of bf16 a thread
 
 /// What a pass over tiles of 128 x 128 does.
@@ -105,9 +106,9 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
 }
 
 /// Grid: the groups of all rows, one dimension. Block: 128 threads; 16 neighbours (fp32: 32) own a
-/// group of 128 columns, a piece of 16 bytes each, four groups at a time. Bytes: x in, codes out:
+/// group of 128 columns, a piece of 16 bytes each, kEach groups at a time. Bytes: x in, codes out:
 /// bandwidth.
-template <class T, bool kVector>
+template <class T, bool kVector, int kEach>
 __global__ void __launch_bounds__(kGroupThreads)
     quantize_groups_kernel(const __grid_constant__ QuantizeParams params) {
   constexpr int kPiece = device::Vec<T>::kSize;
@@ -115,16 +116,16 @@ __global__ void __launch_bounds__(kGroupThreads)
   constexpr int kGroupsABlock = kGroupThreads / kLanes;
   const unsigned across = ceil_div(params.cols, kExtent);
   const unsigned groups = static_cast<unsigned>(params.rows) * across;
-  const unsigned first = blockIdx.x * (kGroupsABlock * kGroupsEach) + threadIdx.x / kLanes;
+  const unsigned first = blockIdx.x * (kGroupsABlock * kEach) + threadIdx.x / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
 
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
-  device::Vec<T, kPiece> pieces[kGroupsEach];
-  std::int64_t rows[kGroupsEach];
-  int columns[kGroupsEach], counts[kGroupsEach];
+  device::Vec<T, kPiece> pieces[kEach];
+  std::int64_t rows[kEach];
+  int columns[kEach], counts[kEach];
 #pragma unroll
-  for (int i = 0; i < kGroupsEach; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     const unsigned group = first + i * kGroupsABlock;  // divided in 32 bits
     rows[i] = group / across;
     columns[i] = static_cast<int>(group % across) * kExtent + lane * kPiece;
@@ -133,7 +134,7 @@ __global__ void __launch_bounds__(kGroupThreads)
         static_cast<const T*>(params.x) + rows[i] * params.stride_x_row + columns[i], counts[i]);
   }
 #pragma unroll
-  for (int i = 0; i < kGroupsEach; ++i) {
+  for (int i = 0; i < kEach; ++i) {
     const float amax = device::warp_reduce<device::MaxOrNaN, kLanes>(magnitude(pieces[i]));
     const float scale = scale_of_amax(amax, DType::kFloat8E4M3);
     const unsigned group = first + i * kGroupsABlock;
@@ -226,7 +227,7 @@ void fill_scales(const FillScales& fill, Stream stream) {
 template <class T>
 void quantize_rows(const QuantizeParams& params, const device::RowLayout& layout, Stream stream) {
   const std::int32_t rows = checked_int32(params.rows, "x: rows");
-  device::dispatch_row<T, false>(layout, [&](auto row_type, int threads) {
+  device::dispatch_row<T, false, true>(layout, [&](auto row_type, int threads) {
     using Row = typename decltype(row_type)::type;
     device::launch_chained<quantize_rows_kernel<T, Row>>(dim3(rows), dim3(threads), 0, stream,
                                                          params, "quantize_fp8");
@@ -236,13 +237,16 @@ void quantize_rows(const QuantizeParams& params, const device::RowLayout& layout
 template <class T>
 void quantize_groups(const QuantizeParams& params, bool vectors, Stream stream) {
   constexpr int kLanes = kExtent / device::Vec<T>::kSize;
-  constexpr int kGroupsABlock = kGroupThreads / kLanes * kGroupsEach;
+  constexpr int kGroupsABlock = kGroupThreads / kLanes;
   const std::int32_t groups =
       checked_int32(params.rows * ceil_div(params.cols, kExtent), "x: groups");
-  const auto grid = static_cast<int>(ceil_div<std::int64_t>(groups, kGroupsABlock));
   dispatch_bool(vectors, [&](auto vector) {
-    device::launch_chained<quantize_groups_kernel<T, vector()>>(
-        dim3(grid), dim3(kGroupThreads), 0, stream, params, "quantize_fp8");
+    dispatch_bool(groups <= kFewBlocks * kGroupsEach * kGroupsABlock, [&](auto few) {
+      constexpr int kEach = few() ? 1 : kGroupsEach;
+      device::launch_chained<quantize_groups_kernel<T, vector(), kEach>>(
+          dim3(ceil_div(groups, kEach * kGroupsABlock)), dim3(kGroupThreads), 0, stream, params,
+          "quantize_fp8");
+    });
   });
 }
 
@@ -272,7 +276,8 @@ void quantize_fp8(const QuantizeParams& params, Stream stream) {
   const device::RowLayout layout{
       .cols = params.cols,
       .vectors = device::all_aligned(16, {params.x, params.q}, {x_bytes, params.cols * element}),
-      .lines = device::all_aligned(128, {params.x}, {x_bytes})};
+      .lines = device::all_aligned(128, {params.x}, {x_bytes}),
+      .few = params.rows <= device::kFewRows};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     switch (params.granularity) {

@@ -120,10 +120,11 @@ void row_reduce(const RowReduceParams& params, Stream stream) {
   const device::RowLayout layout{
       .cols = params.cols,
       .vectors = device::all_aligned(16, {params.x}, {x_bytes, params.cols * element}),
-      .lines = device::all_aligned(128, {params.x}, {x_bytes})};
+      .lines = device::all_aligned(128, {params.x}, {x_bytes}),
+      .few = rows <= device::kFewRows};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    device::dispatch_row<T, true>(layout, [&](auto row_type, int threads) {
+    device::dispatch_row<T, true, true>(layout, [&](auto row_type, int threads) {
       using Row = typename decltype(row_type)::type;
       device::launch_chained<row_reduce_kernel<T, Row>>(dim3(rows), dim3(threads), 0, stream,
                                                         params, "row_reduce");
