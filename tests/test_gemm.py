@@ -212,7 +212,7 @@ def plan(
         (8, {"hopper": True}, "strips"),
         (9, {"hopper": True}, "library"),
         (9, {"hopper": True, "library": False}, "cluster"),
-        (16, {"hopper": True, "format": "int4"}, "strips"),
+        (16, {"hopper": True, "format": "int4"}, "digits"),
         (17, {"hopper": True, "format": "int4"}, "cluster"),
         (9, {"hopper": True, "format": "fp8"}, "cluster"),
         (65, {"hopper": True}, "library"),

@@ -107,6 +107,20 @@ __device__ __forceinline__ std::uint32_t expand_int4(std::uint32_t word, int i, 
   return as_bits(__hmul2(as_pair<T>(expand_int4<T>(word, i, zero)), scale));
 }
 
+/// The even nibbles of `word` as bytes and the odd ones as bytes times 16: in an int4 block four
+/// columns of row g and the same of row g + 8.
+__device__ __forceinline__ void split_int4(std::uint32_t word, std::uint32_t& even,
+                                           std::uint32_t& odd) {
+  even = word & 0x0f0f0f0fu;
+  odd = word & 0xf0f0f0f0u;
+}
+
+/// The nibble of row `r` and column `c` of an int4 block.
+__device__ __forceinline__ int int4_of_block(const std::uint32_t* block, int r, int c) {
+  const std::uint32_t word = block[(r % 8 * 4 + c % 8 / 2) * 4 + c / 16];
+  return word >> (4 * (c % 16 / 8 * 2 + r / 8 + c % 2 * 4)) & 15;
+}
+
 /// Four e4m3 values as two pairs of T, exactly: exponent and mantissa move to their place in T, and
 /// a power of two corrects the bias (subnormals too). NaN (0x7f, 0xff) is rare: a branch.
 template <class T>

@@ -70,13 +70,20 @@ struct Plan {
   std::size_t prepared, partials, product, library, total;  // offsets, and all bytes
 };
 
+/// Whether the kernel normalizes x on its way.
+bool folds_norm(const GemmParams& p, const Config& config) {
+  const bool strips = config.path == Path::kStrips || config.path == Path::kDigits;
+  return strips && p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype &&
+         p.x.norm_dtype == p.dtype && is_aligned(p.x.norm_weight, 0);
+}
+
 bool must_prepare(const GemmParams& p, const Config& config) {
   const bool takes_fp8 = p.weight.format == WeightFormat::kFp8 &&
                          (config.path == Path::kFp8 ||
                           (!p.x.scale_per_group &&
                            (config.path == Path::kStrips || config.path == Path::kCluster)));
   const bool as_is = p.x.dtype == p.dtype || (p.x.dtype == DType::kFloat8E4M3 && takes_fp8);
-  if (p.x.norm_weight || p.x.perm || !as_is) return true;
+  if ((p.x.norm_weight && !folds_norm(p, config)) || p.x.perm || !as_is) return true;
   if (config.path == Path::kSimple) return false;
   if (config.path == Path::kLibrary) return !rows_are_apart(p.M, p.x.stride_row, p.K);
   const auto element = static_cast<std::int64_t>(size_of(p.x.dtype));
@@ -176,6 +183,8 @@ void gemm(const GemmParams& params, Stream stream) {
   switch (plan.config.path) {
     case Path::kStrips:
       return gemm_detail::launch_strips(p, stream);
+    case Path::kDigits:
+      return gemm_detail::launch_digits(p, stream);
     case Path::kCluster:
       return gemm_detail::launch_cluster(p, plan.config, stream);
     case Path::kStream:

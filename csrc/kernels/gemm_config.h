@@ -15,7 +15,8 @@ constexpr int kMaxSegments = 8;     // warps a block of the few-row kernel has
 constexpr int kStreamRows = 16;     // the few-row kernel's most rows: one m16 operand
 constexpr int kFewRows = 64;        // up to here own kernels beat the library's
 constexpr int kStripsRows = 8;      // Hopper: the most rows of the strips kernel, ...
-constexpr int kStripsInt4Rows = 16; // ... and of int4
+constexpr int kDigitsRows = 16;     // ... and of its like for int4
+constexpr int kDigitsCols = 512;    // columns of K that a warp of the latter takes at a time
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kTileCols = 128;      // weight rows a block of the tile kernel owns
 constexpr int kWarpsWanted = 1500;  // 11 an SM of 132: with 8 KB each in flight, the bus is full
@@ -23,7 +24,8 @@ constexpr int kBlocksWanted =
     132;  // fewer tiles than this leave SMs idle: K is split over the grid
 
 enum class Path : std::uint8_t {
-  kStrips,   // Hopper, up to 8 rows, int4 16: each block streams whole strips of the weight
+  kStrips,   // Hopper, up to 8 rows: each block streams whole strips of the weight
+  kDigits,   // Hopper, int4, up to 16 rows: the same, by the integer tensor cores
   kCluster,  // Hopper, up to 64 rows: tiles of the weight, K split over a cluster of blocks
   kStream,   // up to 16 rows: each warp streams a strip of the weight
   kTile,     // shared-memory tiles
@@ -58,8 +60,8 @@ struct Config {
   bool fused;              // the epilogue is in the product's kernel
 
   std::string to_text() const {
-    constexpr const char* kNames[] = {"strips", "cluster", "stream", "tile",
-                                      "expand", "fp8",     "library", "simple"};
+    constexpr const char* kNames[] = {"strips", "digits", "cluster", "stream", "tile",
+                                      "expand", "fp8",    "library", "simple"};
     return std::string(kNames[static_cast<int>(path)]) + " segments=" + std::to_string(segments) +
            " split=" + std::to_string(split) + " tile_rows=" + std::to_string(tile_rows) +
            " tile_cols=" + std::to_string(tile_cols) +
@@ -84,15 +86,12 @@ constexpr std::int32_t segments_of(const Shape& shape) {
   return segments;
 }
 
-/// Shared memory of the strips kernel, at most: ring and barriers, sums, x, and for int4 the scales
-/// and zero points of the strips in flight.
+/// Shared memory of the strips kernel: ring and barriers, sums, x and its units.
 constexpr std::int64_t strips_bytes(const Shape& shape) {
-  constexpr std::int64_t kRing = 65 * 1024, kSums = 2 * 8 * kStripRows * sizeof(float);
-  const bool int4 = shape.format == WeightFormat::kInt4;
-  const std::int64_t groups = int4 ? ceil_div(shape.K, shape.group) : 0;
-  const std::int64_t room =
-      groups <= 64 ? 4 * groups + 32 : 2 * round_up<std::int64_t>(groups, 256);
-  return kRing + shape.M * (kSums + 2 * round_up<std::int64_t>(shape.K, 512) + 32) + room * 48;
+  constexpr std::int64_t kRing = 66 * 1024, kSums = 2 * 8 * kStripRows * sizeof(float);
+  constexpr std::int64_t kUnit = 256 / sizeof(float);  // columns that share a byte of units
+  const std::int64_t cols = round_up<std::int64_t>(shape.K, 512);
+  return kRing + shape.M * (kSums + 2 * cols + cols / kUnit + 32);
 }
 
 /// Hopper's kernels for few rows. They have orders of K of their own, which no kernel for many rows
@@ -105,15 +104,28 @@ constexpr bool is_for_hopper(const Shape& shape) {
 }
 
 constexpr bool is_for_strips(const Shape& shape) {
-  const bool whole_groups = shape.format != WeightFormat::kInt4 ||
-                            shape.group % kBlockCols == 0 || shape.group >= shape.K;
-  const int most = shape.format == WeightFormat::kInt4 ? kStripsInt4Rows : kStripsRows;
-  return shape.M <= most && whole_groups && strips_bytes(shape) <= 2 * kShareOfSm;
+  return shape.format != WeightFormat::kInt4 && shape.M <= kStripsRows &&
+         strips_bytes(shape) <= 2 * kShareOfSm;
 }
 
-/// Blocks of a cluster that split K: as many as an SM's two places let run at once, but 1024 columns
-/// each. H200, fp8 by fp8, 16 rows, us by 4 and by 8: 4096 x 4096 9.5 and 11.9, 14336 x 4096 25.6
-/// and 22.4.
+/// Shared memory of the digits kernel, at most: rings, sums, x and the spans of it.
+constexpr std::int64_t digits_bytes(const Shape& shape) {
+  constexpr std::int64_t kRing = 8 * 2 * (8 * 512 + 256 + 128) + 1024;
+  constexpr std::int64_t kSums = 2 * 8 * kStripRows * sizeof(float), kX = 2 * kDigitsCols + 64;
+  return kRing + shape.M * kSums + ceil_div(shape.K, kDigitsCols) * (shape.M * kX + 128);
+}
+
+/// Groups that divide a chunk or are whole ones.
+constexpr bool is_for_digits(const Shape& shape) {
+  if (shape.format != WeightFormat::kInt4 || shape.M > kDigitsRows) return false;
+  const bool divides = shape.group % kBlockCols == 0 && kDigitsCols % shape.group == 0;
+  return (divides || shape.group % kDigitsCols == 0 || shape.group >= shape.K) &&
+         digits_bytes(shape) <= 2 * kShareOfSm;
+}
+
+/// Blocks of a cluster that split K: as many as an SM's two places let run at once, but 1024
+/// columns each. H200, fp8 by fp8, 16 rows, us by 4 and by 8: 4096 x 4096 9.5 and 11.9, 14336 x
+/// 4096 25.6 and 22.4.
 constexpr std::int32_t cluster_of(const Shape& shape) {
   constexpr std::int32_t kColumns = 1024;
   const std::int64_t tiles = ceil_div(shape.N, kTileCols);
@@ -186,6 +198,7 @@ constexpr Path path_of(const Shape& shape) {
   const bool may_call = dense && shape.library && !shape.batch_invariant;
   if (is_for_hopper(shape)) {
     if (is_for_strips(shape)) return Path::kStrips;
+    if (is_for_digits(shape)) return Path::kDigits;
     return may_call ? Path::kLibrary : Path::kCluster;
   }
   const bool full = shape.dtype == DType::kFloat32;

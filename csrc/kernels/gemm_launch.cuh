@@ -23,6 +23,7 @@ void launch_tile(const GemmParams& params, const gemm_config::Config& config, fl
 /// Hopper's kernels; x of the output's dtype, or e4m3 where the weight is, aligned to 16 bytes as
 /// the weight is.
 void launch_strips(const GemmParams& params, Stream stream);
+void launch_digits(const GemmParams& params, Stream stream);
 void launch_cluster(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
 /// Hopper's kernels for many rows. Expand: x of the output's dtype; fp8: x and weight e4m3.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -205,6 +206,15 @@ INT4 = OpCase(
                weight=_int4_weight(32, 8192, 128, True, False)),
         Sample("K long, 17 rows: a cluster", x=normal(17, 8192),
                weight=_int4_weight(32, 8192, 128, True, False)),
+        Sample("16 rows, a group of two chunks", x=normal(16, 2048),
+               weight=_int4_weight(32, 2048, 1024, True, False)),
+        Sample("5 rows, far apart in size", x=normal(5, 1024).set((slice(0, 3), 7), 1e4),
+               weight=_int4_weight(32, 1024, 128, True, False)),
+        Sample("infinities, one of them times zero",
+               x=normal(4, 512).set((2, 5), -math.inf).set((1, 300), math.inf),
+               weight=_int4_weight(64, 512, 64, True, False)),
+        Sample("NaN stays in its row", x=normal(4, 512).set((1, 3), math.nan),
+               weight=_int4_weight(64, 512, 64, True, False)),
         Sample("K long, 130 rows: a cluster", x=normal(130, 8192), bias=normal(544),
                weight=_int4_weight(544, 8192, 128, True, False), activation="silu_mul"),
     ],

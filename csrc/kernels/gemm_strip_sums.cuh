@@ -1,0 +1,198 @@
+#pragma once
+#include "device/dequant.cuh"
+#include "device/digits.cuh"
+#include "device/ptx/mbarrier.cuh"
+#include "device/ptx/prefetch.cuh"
+#include "device/reduce.cuh"
+#include "kernels/gemm_config.h"
+#include "kernels/gemm_epilogue.cuh"
+
+/// What kernels that stream strips of 16 weight rows share: the order of a block's strips, and how
+/// its warps, each with sums over some of the columns, add them up while they go on with the next
+/// strip.
+namespace ridgeline::gemm_strips {
+
+using gemm_config::kStripRows;
+using namespace gemm_detail;
+
+constexpr int kWarps = 8;  // that stage x and multiply, ...
+constexpr int kThreads = kWarps * 32;
+constexpr int kMostFinishers = 4;  // ... and, at most, that add up
+constexpr int kSumBuffers = 2;     // strips whose sums are kept
+
+/// The strips of a block; of gated outputs a gate strip and its up strip come by turns.
+struct StripOrder {
+  std::int32_t each, rest;  // items of a block; so many blocks have one more
+  std::int32_t paired;      // strips an item is: 2 if gated, else 1
+  std::int32_t up_rows;     // from a gate row to its up row
+
+  static StripOrder of(const GemmParams& p, int items, int blocks) {
+    return {items / blocks, items % blocks, is_gated(p.activation) ? 2 : 1, p.N / 2};
+  }
+  __device__ int first_row(int block) const {
+    return (block * each + min(block, rest)) * kStripRows;
+  }
+  __device__ int strips(int block) const { return paired * (each + (block < rest ? 1 : 0)); }
+  __device__ int next_row(int row, bool up) const {
+    if (paired == 1) return row + kStripRows;
+    return up ? row + kStripRows - up_rows : row + up_rows;
+  }
+};
+
+/// Items of a product's strips.
+inline int strip_items(const GemmParams& p) {
+  return ceil_div(p.N, kStripRows) / (is_gated(p.activation) ? 2 : 1);
+}
+
+// ---- rmsnorm of x -------------------------------------------------------------------------------
+
+/// rmsnorm folded into the product: x meets the norm's weight on its way to shared memory, leaves
+/// the sums of its squares there, and their root divides the outputs.
+constexpr int kMostRows = gemm_config::kDigitsRows;
+
+struct Squares {
+  float of[kMostRows][kWarps];  // row of x, warp that staged
+
+  /// Each warp clears its own.
+  __device__ void clear(int warp, int lane) {
+    if (lane < kMostRows && warp < kWarps) of[lane][warp] = 0.0f;
+    __syncwarp();  // they are zero
+  }
+  __device__ float sum(int m) const {
+    float total = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += of[m][w];
+    return total;
+  }
+};
+
+__device__ __forceinline__ float norm_factor(const GemmParams& p, float squares) {
+  return rsqrtf(squares / p.K + p.x.norm_eps);
+}
+
+/// What of x and of the norm's weight a lane stages at a time.
+template <class T, int kPairs>
+struct Normed {
+  std::uint32_t weight[kPairs];
+
+  __device__ void load(const GemmParams& p, int column) {
+    if (!p.x.norm_weight) return;
+    const auto* from = static_cast<const T*>(p.x.norm_weight) + column;
+#pragma unroll
+    for (int i = 0; i < kPairs; i += 4) {
+      uint4 raw{};
+      if (column + 2 * i < p.K) raw = __ldg(reinterpret_cast<const uint4*>(from + 2 * i));
+      weight[i] = raw.x, weight[i + 1] = raw.y, weight[i + 2] = raw.z, weight[i + 3] = raw.w;
+    }
+  }
+
+  /// All lanes call it, for row m.
+  __device__ void apply(const GemmParams& p, std::uint32_t (&pairs)[kPairs], Squares& squares,
+                        int m, int warp, int lane) const {
+    if (!p.x.norm_weight) return;
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) {
+      const float2 two = device::floats_of(device::as_pair<T>(pairs[i]));
+      sum = fmaf(two.x, two.x, fmaf(two.y, two.y, sum));
+      pairs[i] = device::as_bits(__hmul2(device::as_pair<T>(pairs[i]),
+                                         device::as_pair<T>(weight[i])));
+    }
+    sum = device::warp_reduce<device::Sum>(sum);
+    if (lane == 0) squares.of[m][warp] += sum;
+  }
+};
+
+/// Asks L2 for the norm's weight, which no kernel of the stream writes. One thread calls it.
+__device__ __forceinline__ void prefetch_norm(const GemmParams& p) {
+  if (p.x.norm_weight && p.weights_ready) ptx::prefetch_l2(p.x.norm_weight, p.K * 2 / 16 * 16);
+}
+
+// ---- Sums ---------------------------------------------------------------------------------------
+
+/// Warps that add up the sums of a strip: 64 outputs each, or 32 of so few rows that they are all.
+inline int finishers_of(const GemmParams& p) {
+  return p.M <= 2 ? 1 : p.M <= kMostRows / 2 ? 2 : kMostFinishers;
+}
+
+/// Sums of a strip in shared memory: [strip % kSumBuffers][warp][row of x][weight row]. Warps of
+/// their own add them up: where those that multiply took turns at it, each waited for the slowest
+/// and was the slowest of the next strip. H200, one row of int4, 4096 x 28672: 19.2 us so, 18.0
+/// with one more warp.
+struct StripSums {
+  std::uint64_t done[kSumBuffers];  // every thread that multiplies has left its sums
+  std::uint64_t free[kSumBuffers];  // these sums are added up
+
+  /// One thread calls it.
+  __device__ void init() {
+#pragma unroll
+    for (int i = 0; i < kSumBuffers; ++i) {
+      ptx::mbarrier_init(&done[i], kWarps * 32);
+      ptx::mbarrier_init(&free[i], static_cast<int>(blockDim.x) - kThreads);
+    }
+  }
+
+  __device__ void wait_done(int strip) {
+    ptx::mbarrier_wait(&done[strip % kSumBuffers], strip / kSumBuffers % 2);
+  }
+  __device__ void wait_free(int strip) {
+    ptx::mbarrier_wait(&free[strip % kSumBuffers], strip / kSumBuffers % 2 ^ 1);
+  }
+  __device__ void arrive_done(int strip) { ptx::mbarrier_arrive(&done[strip % kSumBuffers]); }
+  __device__ void arrive_free(int strip) { ptx::mbarrier_arrive(&free[strip % kSumBuffers]); }
+};
+
+/// Sums of a warp, of one strip.
+__device__ __forceinline__ int sums_each(const GemmParams& p) {
+  return kStripRows * static_cast<int>(p.M);
+}
+inline int sums_bytes(const GemmParams& p) {
+  return kSumBuffers * kWarps * kStripRows * static_cast<int>(p.M) * 4;
+}
+
+__device__ __forceinline__ float total_of(const float* sums, int each, int strip, int i) {
+  const float* of_strip = sums + strip % kSumBuffers * kWarps * each + i;
+  float total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) total += of_strip[w * each];
+  return total;
+}
+
+/// What the warps do that add up: the outputs of the block's strips, in order.
+template <class T>
+__device__ void finish_strips(const GemmParams& p, const StripOrder& order, StripSums& barriers,
+                              const float* sums, const Squares& squares) {
+  const bool paired = order.paired == 2;
+  const int strips = order.strips(blockIdx.x), each = sums_each(p);
+  const int begin = threadIdx.x - kThreads, step = blockDim.x - kThreads;
+  int row = order.first_row(blockIdx.x);
+  for (int strip = 0; strip < strips; ++strip, row = order.next_row(row, strip % 2 == 0)) {
+    if (paired && strip % 2 == 0) continue;  // gates wait for their up rows
+    const int weight_row = row + begin % kStripRows, n = paired ? weight_row - p.N / 2 : weight_row;
+    Operands own, up;
+    if (weight_row < p.N) load_of_column<T>(own, p, n);
+    if (weight_row < p.N && paired) load_of_column<T>(up, p, weight_row);
+    // Those of the first outputs ahead of the sums, too.
+    if (weight_row < p.N && begin < each) load_of_row<T>(own, p, begin / kStripRows, n);
+    if (paired) barriers.wait_done(strip - 1);
+    barriers.wait_done(strip);
+#pragma unroll 2
+    for (int i = begin; i < each; i += step) {
+      if (weight_row >= p.N) break;
+      const int m = i / kStripRows;
+      if (i != begin) load_of_row<T>(own, p, m, n);
+      if (p.x.norm_weight) own.x_scale = norm_factor(p, squares.sum(m));
+      const float sum = total_of(sums, each, strip, i);
+      if (paired) {
+        up.x_scale = own.x_scale;
+        finish_gated<T>(p, own, up, total_of(sums, each, strip - 1, i), sum, m, n);
+      } else {
+        finish<T>(p, own, sum, m, n);
+      }
+    }
+    if (paired) barriers.arrive_free(strip - 1);
+    barriers.arrive_free(strip);  // this lane has read the sums
+  }
+}
+
+}  // namespace ridgeline::gemm_strips
