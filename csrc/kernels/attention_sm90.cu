@@ -32,10 +32,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   auto& shared = *reinterpret_cast<Shared<Tile>*>(memory);
   ptx::launch_dependents();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < Tile::kQuerySlots; ++i) {
-      ptx::mbarrier_init(&shared.q_full[i], 1);
-      ptx::mbarrier_init(&shared.q_free[i], Tile::kConsumerThreads / device::kWarpSize);
-    }
+    for (auto& barrier : shared.q_full) ptx::mbarrier_init(&barrier, 2);
     for (int i = 0; i < Tile::kSlots; ++i) {
       ptx::mbarrier_init(&shared.full[i], 1);
       ptx::mbarrier_init(&shared.free[i], Tile::kConsumers);

@@ -314,8 +314,8 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < 16; i += kRowsAtOnce)
       if (i < left) device::store(to + i * width, pieces[i / kRowsAtOnce]);
-    __syncwarp();  // the rows are read before the next queries come
-    if (lane == 0) ptx::mbarrier_arrive(&shared.q_free[of.slot]);
+    __syncwarp();  // the work and the rows are read before the next come
+    ptx::named_barrier_arrive(kQueriesFree + of.slot, Tile::kConsumerThreads + kProducers);
   }
 
   __device__ __forceinline__ void run() {
