@@ -155,7 +155,7 @@ struct TileTime {
   std::int32_t rows, cols;
   double step, ends, add;
 };
-constexpr TileTime kFp8Tiles[] = {{128, 256, 0.66, 4.0, 0.0}, {128, 128, 0.36, 3.0, 6.0}};
+constexpr TileTime kFp8Tiles[] = {{128, 256, 0.66, 4.0, 0.0}, {128, 128, 0.34, 3.0, 6.0}};
 constexpr TileTime kExpandTiles[] = {
     {256, 128, 0.65, 3.0, 0.0}, {128, 256, 0.71, 3.5, 0.0}, {128, 128, 0.45, 3.0, 4.0}};
 
