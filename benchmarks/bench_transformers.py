@@ -1,10 +1,10 @@
 """Drop-in use: a transformers model as it is, after ``optimize_``, and in int4; an encoder's MLP.
 
 The decoder has the shapes of Llama-3.1-8B and random weights, made on the device (on the CPU: a
-small one of its kind). ``eager``: ``generate()`` as it comes, prompt included. ``graph``: one step
-of decoding over a static cache, captured once in a CUDA graph and replayed, greedy on the device.
-``prefill``: one forward of a whole prompt. ``--compile`` adds torch.compile's ``generate()``, which
-takes about half a minute a row to build.
+small one of its kind). ``eager``: ``generate()`` as it comes, prompt included. ``graphs``: the same
+over a static cache with ``DecodeGraphs``. ``step``: one step of decoding over a static cache as one
+CUDA graph, greedy on the device. ``prefill``: one forward of a whole prompt. ``--compile`` adds
+torch.compile's ``generate()``, which takes about half a minute a row to build.
 """
 
 from __future__ import annotations
@@ -107,8 +107,15 @@ def measure_batch(bench: Bench, model: Model, impl: str, batch: int, compile_too
 
     add("eager", seconds(lambda: generate(model, prompt, tokens), 2), tokens)
     if cuda:
+        from ridgeline.integrations.transformers import DecodeGraphs
+
+        graphs, static = DecodeGraphs(model), {"cache_implementation": "static"}
+        generate(model, prompt, tokens, **static, disable_compile=True)
+        taken = seconds(lambda: generate(model, prompt, tokens, **static, disable_compile=True), 2)
+        add("graphs", taken, tokens)
+        graphs.undo()
         replay, count = captured_step(model, prompt, tokens), tokens // 4
-        add("graph", seconds(lambda: [replay() for _ in range(count)], 3), count)
+        add("step", seconds(lambda: [replay() for _ in range(count)], 3), count)
     if compile_too and cuda:
         from transformers import CompileConfig
 

@@ -291,6 +291,29 @@ def test_bfloat16_is_as_near_to_float32_as_eager_attention(tiny: Model, padding:
     assert errors["ridgeline"] <= 2 * errors["eager"]
 
 
+def test_decode_graphs_are_of_a_gpu(plain: Model):
+    with pytest.raises(ValueError, match="expected on a CUDA device, got cpu"):
+        integration.DecodeGraphs(plain.model)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("padding", ["none", "left"])
+def test_generation_by_decode_graphs(tiny: Model, padding: str):
+    mask = paddings("cuda")[padding]
+    options = {"cache_implementation": "static", "disable_compile": True}
+    tiny.use("ridgeline")
+    model = Model(tiny.model.cuda(), tiny.ids.cuda())
+    tokens = model.generate(mask, **options)
+    graphs = integration.DecodeGraphs(model.model)
+    with pytest.raises(ValueError, match="replaced already"):
+        integration.DecodeGraphs(model.model)
+    twice = [model.generate(mask, **options) for _ in range(2)]  # the cache is used again
+    graphs.undo()
+    last = model.generate(mask, **options)
+    tiny.model.cpu()
+    assert all(torch.equal(other, tokens) for other in (*twice, last))
+
+
 @pytest.mark.gpu
 def test_a_captured_step_gives_the_tokens_of_eager_steps(plain: Model):
     model, ids = plain.model.cuda(), plain.ids.cuda()

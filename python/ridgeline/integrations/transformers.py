@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from importlib.metadata import version
+from inspect import signature
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from transformers.masking_utils import (
 from transformers.utils import logging
 
 from ridgeline import ops
+from ridgeline.integrations.decode_graphs import DecodeGraphs as DecodeGraphs
 from ridgeline.integrations.key_ranges import KeyRanges
 from ridgeline.integrations.transformers_paged import paged_attention_forward
 
@@ -38,7 +41,12 @@ def enable() -> None:
     After it ``from_pretrained(..., attn_implementation="ridgeline")`` and
     ``model.set_attn_implementation("ridgeline")`` work, and "paged|ridgeline" serves
     ``generate_batch``. No model changes until it is asked to.
+
+    Raises:
+        RuntimeError: a transformers before 5, whose masks are made otherwise.
     """
+    if "q_offset" not in signature(sdpa_mask).parameters:
+        raise RuntimeError(f"transformers: expected 5 or later, got {version('transformers')}")
     AttentionInterface.register(NAME, attention_forward)
     AttentionInterface.register(f"paged|{NAME}", paged_attention_forward)
     AttentionMaskInterface.register(NAME, key_ranges_mask)
