@@ -102,6 +102,16 @@ def test_from_torch(name: str, device: str):
         assert torch.equal(compiled(x), ours(x))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_eps_of_none_is_what_pytorch_takes(dtype: torch.dtype, device: str):
+    norm = nn.RMSNorm(64).to(device, dtype)
+    x = torch.full((2, 64), 1e-3, device=device, dtype=dtype)
+    with torch.no_grad():
+        expected, actual = norm(x), ridgeline.nn.RMSNorm.from_torch(norm)(x)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=0)
+
+
 def test_parameters_are_shared():
     linear, norm = nn.Linear(8, 8), nn.LayerNorm(8)
     assert ridgeline.nn.Linear.from_torch(linear).weight is linear.weight

@@ -16,6 +16,7 @@ from ridgeline._optimize.stack import dtype_of, is_product, product, share, stac
 from ridgeline._optimize.swap import Stranger, Swap, disagreement, fused_of, plan_of, probe
 from ridgeline.nn.linear import Product
 from ridgeline.nn.mlp import gated_product
+from ridgeline.nn.norm import default_eps
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "layer_norm_eps")
 _ACTIVATION = ("act_fn", "activation_fn", "act", "activation", "intermediate_act_fn")
@@ -65,7 +66,7 @@ def norm(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         return None
     eps = next((e for e in (getattr(module, key, None) for key in _EPS) if e is not None), None)
     if eps is None and isinstance(module, nn.RMSNorm):
-        eps = torch.finfo(weight.dtype).eps
+        eps = default_eps(weight)
     if not isinstance(eps, float) or set(parameters) - {"weight", "bias"}:
         return None
     if isinstance(module, nn.LayerNorm) or "bias" in parameters:

@@ -24,6 +24,17 @@ def expect_one_dimension(norm: nn.LayerNorm | nn.RMSNorm) -> nn.Parameter:
     return norm.weight
 
 
+def default_eps(weight: Tensor) -> float:
+    """What ``eps=None`` means to PyTorch, by a trial: its versions and backends differ.
+
+    That of the dtype or that of float32, in which the mean is taken: for 1e-3 throughout, the norm
+    is far below 1 or near it.
+    """
+    x = torch.full((1, 8), 1e-3, dtype=weight.dtype, device=weight.device)
+    far = nn.functional.rms_norm(x, (8,)).max().item() < 0.5
+    return torch.finfo(weight.dtype if far else torch.float32).eps
+
+
 class RMSNorm(nn.Module):
     """:func:`ridgeline.ops.rmsnorm` with its weight, ``[dim]``; ``offset`` 1.0: Gemma's."""
 
@@ -34,10 +45,9 @@ class RMSNorm(nn.Module):
 
     @classmethod
     def from_torch(cls, norm: nn.RMSNorm) -> RMSNorm:
-        """Shares the weight; an ``eps`` of None is that of the weight's dtype, as in PyTorch."""
+        """Shares the weight."""
         weight = expect_one_dimension(norm)
-        eps = torch.finfo(weight.dtype).eps if norm.eps is None else norm.eps
-        module = cls(1, eps)
+        module = cls(1, default_eps(weight) if norm.eps is None else norm.eps)
         module.weight = weight
         return module
 
