@@ -72,7 +72,7 @@ __device__ __forceinline__ constexpr int block_bytes(int rows) { return rows * k
 
 /// kBatch rows of x from m on, 512 columns, 16 a lane, as digits in the order of the columns of an
 /// int4 block: [block of 64 columns][row][digit][lane % 4][word]. False if some were not finite:
-/// those count as zero. No branch stands between the rows, so that their chains of shuffles overlap.
+/// those count as zero. No branch stands between rows, so that their chains of shuffles overlap.
 template <class T, int kSpan, int kBatch>
 __device__ __forceinline__ bool stage_rows(const GemmParams& p, int chunk, int m, char* x,
                                            Span* spans, Squares& squares) {
