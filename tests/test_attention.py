@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -228,6 +229,8 @@ def test_offsets_and_bounds_are_refused_on_the_cpu() -> None:
         ops.paged_attention(q, *caches, *tables, ints("cpu", [0, 1, 4]), max_q=1)
     with pytest.raises(ValueError, match=r"k_start.*got -2 at 0"):
         ops.paged_attention(q[:2], *caches, *tables, k_start=ints("cpu", [-2, 0]))
+    with pytest.raises(ValueError, match=r"block_tables: expected the first row's blocks where"):
+        ops.paged_attention(q[:2], *caches, *tables, shared_blocks=1)
 
 
 @pytest.mark.gpu
@@ -280,19 +283,101 @@ def test_counters_change_no_bit_and_are_zero_again() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 80, 128])  # the general kernel; the Hopper one, padded or not
-def test_many_sequences_equal_each_alone(dim: int) -> None:
+@pytest.mark.parametrize("q_len", [1, 5])  # one MMA of rows; many, on wgmma
+def test_many_sequences_equal_each_alone(dim: int, q_len: int) -> None:
     """More items than the GPU holds, dealt in any order: lengths from none to several splits."""
     lengths = [(797 * i) % 1500 for i in range(128)]
     paged = Paged("cuda", lengths, block=64, dim=dim)
-    q = normal("cuda", 128, 16, dim)  # a group of 8
+    q = normal("cuda", 128 * q_len, 16, dim)  # a group of 8
     counters = torch.zeros(128 * KV_HEADS + 2, dtype=torch.int32, device="cuda")
-    out, lse = paged.run(q, counters=counters)
+    cu_q = [q_len * b for b in range(129)]
+    out, lse = paged.run(q, cu_q, counters=counters)
+    assert not counters.any()
+    assert same((out, lse), paged.run(q, cu_q)), "joined by a kernel of its own"
     for b in range(0, 128, 9):
+        rows = slice(cu_q[b], cu_q[b + 1])
         alone = ops.paged_attention(
-            q[b : b + 1], paged.k_cache, paged.v_cache, paged.tables[b : b + 1],
-            paged.seq_lens[b : b + 1], return_lse=True, counters=counters,
+            q[rows], paged.k_cache, paged.v_cache, paged.tables[b : b + 1],
+            paged.seq_lens[b : b + 1], ints("cuda", [0, q_len]), max_q=q_len, return_lse=True,
+            counters=counters,
         )  # fmt: skip
-        assert same((out[b : b + 1], lse[:, b : b + 1]), alone), f"sequence {b}"
+        assert same((out[rows], lse[:, rows]), alone), f"sequence {b}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("q_len", [1, 4])
+def test_shared_keys_are_the_same_keys(q_len: int) -> None:
+    """Read once or by each sequence: the same up to rounding; alone with one neighbour or many, and
+    with any workspace, bit for bit. Rows of no sequence become zero."""
+    block, shared, own = 64, 40, [700, 64, 1, 0, 130] * 7
+    paged = Paged("cuda", [shared * block + n + q_len for n in own], block, math.nan, dim=128)
+    paged.tables[:, :shared] = paged.tables[0, :shared]
+    q = normal("cuda", len(own) * q_len, 16, 128)
+    cu_q = [q_len * b for b in range(len(own) + 1)]
+    plain, plain_lse = paged.run(q, cu_q)
+    max_k = paged.tables.shape[1] * block
+    size = ops.attention_workspace_bytes(
+        len(own), 16, KV_HEADS, 128, q_len, max_k, shared_keys=shared * block
+    )
+    space = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+    counters = torch.zeros(len(own) * KV_HEADS + 2, dtype=torch.int32, device="cuda")
+    out, lse = paged.run(q, cu_q, shared_blocks=shared, workspace=space, counters=counters)
+    assert same((out, lse), paged.run(q, cu_q, shared_blocks=shared))
+    assert not counters.any()
+    assert (out.float() - plain.float()).abs().max() <= 4 * torch.finfo(torch.bfloat16).eps
+    assert (lse - plain_lse).abs().max() <= 1e-5 * plain_lse.abs().max()
+    few = [0, q_len, 2 * q_len]
+    rows = q[: 2 * q_len]
+    pair = ops.paged_attention(
+        torch.cat([rows, rows[:1]]), paged.k_cache, paged.v_cache, paged.tables[:2],
+        paged.seq_lens[:2], ints("cuda", few), max_q=q_len + 1, return_lse=True,
+        shared_blocks=shared,
+    )  # fmt: skip
+    assert same((out[: few[2]], lse[:, : few[2]]), (pair[0][:-1], pair[1][:, :-1]))
+    assert not pair[0][-1].any() and (pair[1][:, -1] == -math.inf).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("q_len", [1, 5, 100])  # one route each on Hopper
+@pytest.mark.parametrize("shared", [0, 9])
+def test_each_route_runs_alone(q_len: int, shared: int) -> None:
+    """Small, and no reference: what compute-sanitizer watches."""
+    paged = Paged("cuda", [600 + q_len, 580, 900], 64, dim=128)
+    paged.tables[:, :shared] = paged.tables[0, :shared]
+    q = normal("cuda", 3 * q_len, 8, 128)
+    counters = torch.zeros(3 * KV_HEADS + 2, dtype=torch.int32, device="cuda")
+    cu_q = [q_len * b for b in range(4)]
+    first = paged.run(q, cu_q, shared_blocks=shared, counters=counters)
+    assert same(first, paged.run(q, cu_q, shared_blocks=shared))
+    assert not counters.any()
+
+
+@pytest.mark.gpu
+def test_explain_names_the_route() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the routes of Hopper")
+
+    def explained(q_len: int, dim: int = 128, heads: int = 16, **options: Any) -> Any:
+        paged = Paged("cuda", [1024 + q_len] * 2, 64, dim=dim)
+        paged.tables[:, :16] = paged.tables[0, :16]
+        return ridgeline.explain(
+            "paged_attention", normal("cuda", 2 * q_len, heads, dim), paged.k_cache, paged.v_cache,
+            paged.tables, paged.seq_lens, ints("cuda", [0, q_len, 2 * q_len]), max_q=q_len,
+            **options,
+        )  # fmt: skip
+
+    def kernels(explanation: Any) -> str:
+        return " ".join(kernel.name for kernel in explanation.kernels)
+
+    assert "decode_sm90" in kernels(explained(1)) and not explained(1).slower
+    assert "rows_sm90" in kernels(explained(5)) and "wgmma" in explained(5).choices[0]
+    assert "prefill_sm90" in kernels(explained(100)) and not explained(100).slower
+    shared = explained(1, shared_blocks=16)
+    assert "join_common" in kernels(shared) and "1024 shared keys" in shared.choices[0]
+    assert "head size 64" in explained(1, dim=64).slower[0]
+    assert "scale" in explained(100, scale=-1.0).slower[0]
+    assert "without a window" in explained(1, shared_blocks=16, window=100).slower[0]
 
 
 def test_workspace_grows_with_rows_and_splits_only() -> None:

@@ -243,6 +243,7 @@ std::tuple<Tensor, Tensor> paged_attention(
   set_options(p, q, {sinks, causal, scale, window, softcap});
   check(shared_blocks >= 0 && shared_blocks <= p.max_blocks, "shared_blocks: expected 0 to ",
         p.max_blocks, ", got ", shared_blocks);
+  p.shared_keys = static_cast<std::int32_t>(shared_blocks) * p.block_size;
   p.batch_invariant = batch_invariant;
   if (counters) {
     Expect(*counters, "counters").on_device_of(q, "q").dtype(DType::kInt32).contiguous();

@@ -24,7 +24,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "-> (Tensor, Tensor)");
   m.def(
       "attention_workspace(int batch, int heads, int kv_heads, int head_dim, int max_q, int max_k, "
-      "int kv_bytes) -> int");
+      "int kv_bytes, int shared_keys) -> int");
   m.def(
       "merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) "
       "-> (Tensor, Tensor)");
@@ -93,7 +93,7 @@ std::string build_id() { return ridgeline::kBuildId; }
 
 std::int64_t attention_workspace(std::int64_t batch, std::int64_t heads, std::int64_t kv_heads,
                                  std::int64_t head_dim, std::int64_t max_q, std::int64_t max_k,
-                                 std::int64_t kv_bytes) {
+                                 std::int64_t kv_bytes, std::int64_t shared_keys) {
   using ridgeline::check;
   check(kv_heads > 0 && heads % kv_heads == 0, "heads: expected a multiple of kv_heads, ", kv_heads,
         ", got ", heads);
@@ -107,6 +107,8 @@ std::int64_t attention_workspace(std::int64_t batch, std::int64_t heads, std::in
   p.head_dim = ridgeline::checked_int32(head_dim, "head_dim");
   p.max_q = ridgeline::checked_int32(max_q, "max_q");
   p.max_k = ridgeline::checked_int32(max_k, "max_k");
+  p.total_q = batch * max_q;
+  p.shared_keys = ridgeline::checked_int32(shared_keys, "shared_keys");
   return ridgeline::attention_config::workspace_bytes(p);
 }
 }  // namespace

@@ -45,6 +45,9 @@ void check_contents(const AttentionParams& p) {
       const std::int32_t block = p.block_tables[b * p.stride_table + i];
       check(block >= 0 && block < p.num_blocks, "block_tables: expected ids in [0, ", p.num_blocks,
             "), got ", block, " at [", b, ", ", i, "]");
+      check((i + 1) * p.block_size > p.shared_keys || block == p.block_tables[i],
+            "block_tables: expected the first row's blocks where they are shared, got ", block,
+            " at [", b, ", ", i, "] and ", p.block_tables[i], " at [0, ", i, "]");
     }
   }
 }

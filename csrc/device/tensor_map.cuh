@@ -43,11 +43,11 @@ inline EncodeTiled tensor_map_encoder() {
   return encoder;
 }
 
-/// Boxes of `columns` columns (128 or 64 bytes, with the swizzle of that size) and `rows` rows;
-/// zeros outside the tensor. Requires: is_mappable(view), rows <= 256.
+/// Boxes of `columns` columns (128 or 64 bytes, with the swizzle of that size), `rows` rows and
+/// `planes` of these; zeros outside the tensor. Requires: is_mappable(view), rows, planes <= 256.
 inline CUtensorMap swizzled_map(
     const TensorView& view, int rows, int columns = 64,
-    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B, int planes = 1) {
   const auto bytes = static_cast<cuuint64_t>(size_of(view.dtype));
   std::array<cuuint64_t, 4> sizes{};
   std::array<cuuint64_t, 3> strides{};
@@ -58,7 +58,8 @@ inline CUtensorMap swizzled_map(
     strides[i] = static_cast<cuuint64_t>(stride) * bytes;
   }
   const std::array<cuuint32_t, 4> box{static_cast<cuuint32_t>(columns),
-                                      static_cast<cuuint32_t>(rows), 1, 1};
+                                      static_cast<cuuint32_t>(rows),
+                                      static_cast<cuuint32_t>(planes), 1};
   const std::array<cuuint32_t, 4> steps{1, 1, 1, 1};
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(

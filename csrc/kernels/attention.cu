@@ -1,5 +1,8 @@
+#include <string>
+
 #include "common/math.h"
 #include "device/launch.cuh"
+#include "device/properties.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "kernels/attention_launch.h"
 #include "kernels/attention_tile.cuh"
@@ -165,24 +168,84 @@ void plain(const AttentionParams& p, Stream stream) {
 
 }  // namespace attention_launch
 
+namespace {
+
+/// Tells why the faster kernel is not taken. Without a Hopper GPU there is none.
+template <class Text>
+void note_general(const char* what, Text&& why) {
+  if (device::runs_sm90a())
+    launch_trace::note_slower([&] { return std::string(what) + ": " + why(); });
+}
+
+/// Sequences of few queries, and the rows of none.
+void few_queries(const AttentionParams& p, Stream stream) {
+  AttentionParams rest = p;
+  if (!p.batch_invariant && p.batch > 0 && (p.leaves_shared || config::has_packed_rows(p))) {
+    const char* obstacle = attention_launch::rows_obstacle(p);
+    if (obstacle == nullptr) {
+      launch_trace::note_choice([&] {
+        return (config::packs_all(p)
+                    ? "all sequences"
+                    : "sequences of more than " + std::to_string(config::kMmaRows) + " rows") +
+               ": splits of " + std::to_string(config::row_split_keys(p.max_k)) +
+               " keys on wgmma";
+      });
+      attention_launch::rows_sm90(p, stream);
+      if (config::packs_all(p)) return;
+      rest.max_q = config::lesser(p.max_q, config::kMmaRows / (p.heads / p.kv_heads));
+      rest.leaves_longer = true;
+    } else {
+      note_general("several queries a sequence", [&] { return obstacle; });
+    }
+  }
+  if (attention_launch::covers_decode_sm90(rest)) {
+    attention_launch::decode_sm90(rest, stream);
+  } else {
+    const auto why = [&]() -> std::string {
+      if (config::has_decode_tile(p.head_dim)) return "rows of k, v or their scales are unaligned";
+      return "no tile of head size " + std::to_string(p.head_dim);
+    };
+    if (rest.max_q > 0) note_general("decode", why);
+    attention_launch::split(rest, stream);
+  }
+}
+
+/// The same, where all sequences begin with the same keys: these are read once.
+void common_prefix(const AttentionParams& p, Stream stream) {
+  launch_trace::note_choice([&] {
+    return "the " + std::to_string(p.shared_keys) + " shared keys once for all sequences: splits of " +
+           std::to_string(config::common_split_keys(p.shared_keys));
+  });
+  attention_launch::common_sm90(p, stream);
+  AttentionParams rest = p;
+  rest.leaves_shared = true;
+  few_queries(rest, stream);
+  attention_launch::join_common_sm90(p, stream);
+}
+
+}  // namespace
+
 void attention(const AttentionParams& p, Stream stream) {
   const bool packed = p.cu_q != nullptr;
   const std::int64_t rows = packed ? p.total_q : std::int64_t{p.batch} * p.max_q;
   if (rows == 0 || p.heads == 0) return;
   if (p.dtype == DType::kFloat32) return attention_launch::plain(p, stream);
+  if (config::reads_common(p) && attention_launch::rows_obstacle(p) == nullptr)
+    return common_prefix(p, stream);
+  if (p.shared_keys > 0)
+    note_general("shared keys for each sequence anew", [] {
+      return "read once are at least " + std::to_string(config::kCommonKeys) +
+             ", of several sequences of few queries, in 16-bit caches of heads up to " +
+             std::to_string(config::kCommonColumns) + ", without a window";
+    });
   const bool all_split = config::is_split(p, p.max_q);
-  if (packed || all_split) {
-    if (attention_launch::covers_decode_sm90(p)) {
-      attention_launch::decode_sm90(p, stream);
-    } else {
-      attention_launch::split(p, stream);
-    }
-  }
+  if (packed || all_split) few_queries(p, stream);
   if (all_split || p.batch == 0) return;
-  if (attention_launch::covers_sm90(p)) {
-    attention_launch::prefill_sm90(p, stream);
-  } else {
+  if (const char* obstacle = attention_launch::prefill_obstacle(p)) {
+    note_general("prefill", [&] { return obstacle; });
     attention_launch::prefill(p, stream);
+  } else {
+    attention_launch::prefill_sm90(p, stream);
   }
 }
 

@@ -28,6 +28,7 @@ struct AttentionParams {
   std::int32_t head_dim;  // a multiple of 8, at most 256
 
   std::int32_t max_q;    // no sequence has more queries (cu_q null: each has exactly this many)
+  bool leaves_longer;    // or those of more belong to another kernel
   std::int32_t max_k;    // nor more keys (contiguous: each has exactly this many)
   std::int64_t total_q;  // rows of packed q; those outside every sequence become zero
   std::int64_t total_k;  // rows of packed k
@@ -35,6 +36,8 @@ struct AttentionParams {
   const std::int32_t* cu_k;          // [batch + 1]; or null
   const std::int32_t* seq_lens;      // [batch], keys of each sequence; or null
   const std::int32_t* k_start;       // [batch], the first visible key; or null
+  std::int32_t shared_keys;          // leading keys that all sequences have in common, ...
+  bool leaves_shared;                // ... which belong to another kernel
   const std::int32_t* block_tables;  // [batch, max_blocks]; or null
   std::int64_t stride_table;         // entries between two rows of block_tables
   std::int32_t max_blocks;

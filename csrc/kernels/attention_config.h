@@ -34,6 +34,7 @@ constexpr Sequence sequence_of(const AttentionParams& p, std::int32_t b) {
     s.q_begin = clamped(p.cu_q[b], 0, p.total_q);
     const std::int64_t end = clamped(p.cu_q[b + 1], s.q_begin, p.total_q);
     s.q_len = static_cast<std::int32_t>(clamped(end - s.q_begin, 0, p.max_q));
+    if (p.leaves_longer && end - s.q_begin > p.max_q) s.q_len = 0;
   }
   if (p.cu_k != nullptr) {
     s.k_begin = clamped(p.cu_k[b], 0, p.total_k);
@@ -42,6 +43,7 @@ constexpr Sequence sequence_of(const AttentionParams& p, std::int32_t b) {
   }
   if (p.seq_lens != nullptr) s.k_len = static_cast<std::int32_t>(clamped(p.seq_lens[b], 0, p.max_k));
   if (p.k_start != nullptr) s.k_start = static_cast<std::int32_t>(clamped(p.k_start[b], 0, s.k_len));
+  if (p.leaves_shared) s.k_start = greater(s.k_start, lesser(p.shared_keys, s.k_len));
   return s;
 }
 
@@ -110,18 +112,82 @@ constexpr bool has_decode_tile(std::int32_t head_dim) {
   return head_dim > 64 && head_dim <= kDecodeColumns;
 }
 
-/// No sequence has more.
-constexpr std::int32_t max_decode_splits(const AttentionParams& p) {
-  const std::int32_t tiles = ceil_div(p.max_k, kKeyTile);
-  return lesser(greater(tiles, 1), decode_splits(p.kv_heads, 2 * kDecodeItems));
-}
-
 /// The most rows of one KV head that a sequence of few queries has.
 constexpr std::int32_t max_split_rows(std::int32_t max_q, std::int32_t group) {
   std::int32_t rows = 0;
   for (std::int32_t q = 1; q <= lesser(max_q, kFewQueries); ++q)
     if (is_split(q, group)) rows = q * group;
   return rows;
+}
+
+/// Sequences of few queries and yet more rows than one MMA of the Hopper decode kernel takes belong
+/// to the kernel of packed rows.
+constexpr std::int32_t kMmaRows = 8;
+constexpr bool is_packed(const AttentionParams& p, std::int32_t q_len, std::int32_t least_rows) {
+  const std::int32_t rows = q_len * (p.heads / p.kv_heads);
+  return is_split(p, q_len) && rows >= least_rows && rows <= kFewRows;
+}
+
+/// Whether a sequence of the call may have such rows.
+constexpr bool has_packed_rows(const AttentionParams& p) {
+  const std::int32_t rows = max_split_rows(p.max_q, p.heads / p.kv_heads);
+  return rows > kMmaRows && p.heads / p.kv_heads <= kFewRows;
+}
+
+/// Whether that kernel takes every sequence of the call, so that no other is launched: all bring few
+/// queries, and some may have such rows or shared keys are read apart.
+constexpr bool packs_all(const AttentionParams& p) {
+  return is_split(p, p.max_q) && (p.leaves_shared || has_packed_rows(p));
+}
+
+/// Keys a split before packed rows.
+constexpr std::int32_t kRowSplitKeys = 512;
+constexpr std::int32_t row_split_keys(std::int32_t span) {
+  std::int32_t keys = kRowSplitKeys;
+  while (ceil_div(span, keys) > kMaxSplits) keys *= 2;
+  return keys;
+}
+constexpr std::int32_t max_row_splits(std::int32_t max_k) {
+  return lesser(greater(ceil_div(max_k, kRowSplitKeys), 1), kMaxSplits);
+}
+
+/// Rows of q: packed, or one a sequence.
+constexpr std::int64_t tokens(const AttentionParams& p) {
+  return p.total_q > 0 ? p.total_q : p.batch;
+}
+
+/// The sequence that owns row `token` of q, or -1.
+constexpr std::int32_t sequence_at(const AttentionParams& p, std::int32_t token) {
+  if (p.cu_q == nullptr) return token;
+  std::int32_t low = 0, high = p.batch;  // the last offset at most `token` lies in [low, high]
+  while (low < high) {
+    const std::int32_t middle = (low + high + 1) / 2;
+    if (p.cu_q[middle] <= token) low = middle; else high = middle - 1;
+  }
+  return low < p.batch && p.cu_q[low] <= token ? low : -1;
+}
+
+/// Keys common to all sequences are read once, if they are many and the queries few.
+constexpr std::int32_t kCommonKeys = 512;
+constexpr std::int32_t kCommonColumns = 128;
+constexpr bool reads_common(const AttentionParams& p) {
+  return p.shared_keys >= kCommonKeys && p.batch > 1 && p.kv_dtype == p.dtype &&
+         p.dtype != DType::kFloat32 && is_split(p, p.max_q) &&
+         tokens(p) <= std::int64_t{p.batch} * p.max_q && p.heads / p.kv_heads <= kFewRows &&
+         p.head_dim <= kCommonColumns && p.window == 0;
+}
+
+/// Keys of a split of these, 16 splits at most.
+constexpr std::int32_t common_split_keys(std::int32_t shared_keys) {
+  std::int32_t keys = 1024;
+  while (ceil_div(shared_keys, keys) > 16) keys *= 2;
+  return keys;
+}
+
+/// No sequence has more.
+constexpr std::int32_t max_decode_splits(const AttentionParams& p) {
+  const std::int32_t tiles = ceil_div(p.max_k, kKeyTile);
+  return lesser(greater(tiles, 1), decode_splits(p.kv_heads, 2 * kDecodeItems));
 }
 
 /// Floats of the partial rows of `splits` splits, one of which would write the result itself.
@@ -142,7 +208,21 @@ constexpr std::int64_t split_bytes(const AttentionParams& p) {
       has_decode_tile(p.head_dim)
           ? partial_floats(p, max_decode_splits(p), round_up(rows, 2), kDecodeColumns)
           : 0;
-  return (general > decode ? general : decode) * static_cast<std::int64_t>(sizeof(float));
+  const std::int64_t packed =
+      has_packed_rows(p) || reads_common(p) ? partial_floats(p, max_row_splits(p.max_k), rows, p.head_dim) : 0;
+  const std::int64_t floats = general > decode ? general : decode;
+  return (floats > packed ? floats : packed) * static_cast<std::int64_t>(sizeof(float));
+}
+
+/// Behind these: the partial rows of common keys, which wait for the rest.
+constexpr std::int64_t common_offset(const AttentionParams& p) {
+  return round_up(split_bytes(p), std::int64_t{16});
+}
+constexpr std::int64_t common_bytes(const AttentionParams& p) {
+  if (!reads_common(p)) return 0;
+  const std::int64_t splits = ceil_div(p.shared_keys, common_split_keys(p.shared_keys));
+  return splits * tokens(p) * p.heads * (p.head_dim + 1) *
+         static_cast<std::int64_t>(sizeof(float));
 }
 
 /// Behind the partial rows: the queue of the Hopper prefill kernel.
@@ -152,6 +232,7 @@ constexpr std::int64_t queue_offset(const AttentionParams& p) {
 }
 
 constexpr std::int64_t workspace_bytes(const AttentionParams& p) {
+  if (reads_common(p)) return common_offset(p) + common_bytes(p);
   if (p.dtype == DType::kFloat32 || is_split(p, p.max_q)) return split_bytes(p);
   return queue_offset(p) + kQueueBytes;
 }

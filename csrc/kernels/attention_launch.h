@@ -15,12 +15,22 @@ void decode_sm90(const AttentionParams& params, Stream stream);
 void decode_quantised_sm90(const AttentionParams& params, Stream stream);
 bool covers_decode_sm90(const AttentionParams& params);
 
+/// Of the sequences of few queries those of more than config::kMmaRows rows, on wgmma, where
+/// rows_obstacle() is null: else it says what is in the way. Clears no rows.
+void rows_sm90(const AttentionParams& params, Stream stream);
+const char* rows_obstacle(const AttentionParams& params);
+
+/// All rows before the keys that all sequences have in common, into the workspace; and those joined
+/// with the result of the other keys. Where config::reads_common() and rows_sm90() covers them.
+void common_sm90(const AttentionParams& params, Stream stream);
+void join_common_sm90(const AttentionParams& params, Stream stream);
+
 /// Sequences of many queries. fp16 and bf16.
 void prefill(const AttentionParams& params, Stream stream);
 
-/// The same sequences as prefill on wgmma and the copy engine, where covers_sm90() is true.
+/// The same sequences as prefill on wgmma and the copy engine, where prefill_obstacle() is null.
 void prefill_sm90(const AttentionParams& params, Stream stream);
-bool covers_sm90(const AttentionParams& params);
+const char* prefill_obstacle(const AttentionParams& params);
 
 /// All sequences, on the CUDA cores in fp32.
 void plain(const AttentionParams& params, Stream stream);

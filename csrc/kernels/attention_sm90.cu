@@ -1,20 +1,20 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <limits>
 #include <numeric>
 
 #include "device/launch.cuh"
-#include "device/properties.cuh"
 #include "device/ptx/grid_dependency.cuh"
-#include "device/tensor_map.cuh"
 #include "kernels/attention_launch.h"
 #include "kernels/attention_sm90_consumer.cuh"
+#include "kernels/attention_views.h"
 
 namespace ridgeline {
 namespace {
 
 using namespace attention_sm90;
+using attention_launch::keys_of;
+using attention_launch::values_of;
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
@@ -64,24 +64,6 @@ device::TensorView queries_of(const AttentionParams& p) {
           .data = p.q,
           .sizes = {p.head_dim, packed ? p.total_q : p.max_q, p.heads, packed ? 1 : p.batch},
           .strides = {p.stride_q_row, p.stride_q_head, p.stride_q_batch}};
-}
-
-device::TensorView cache_of(const AttentionParams& p, const void* data, std::int64_t stride_row,
-                            std::int64_t stride_head, std::int64_t stride_batch) {
-  const bool paged = p.block_tables != nullptr, packed = p.cu_k != nullptr;
-  return {.dtype = p.dtype,
-          .data = data,
-          .sizes = {p.head_dim, paged ? p.block_size : packed ? p.total_k : p.max_k, p.kv_heads,
-                    paged ? p.num_blocks : packed ? 1 : p.batch},
-          .strides = {stride_row, stride_head, stride_batch}};
-}
-
-device::TensorView keys_of(const AttentionParams& p) {
-  return cache_of(p, p.k, p.stride_k_row, p.stride_k_head, p.stride_k_batch);
-}
-
-device::TensorView values_of(const AttentionParams& p) {
-  return cache_of(p, p.v, p.stride_v_row, p.stride_v_head, p.stride_v_batch);
 }
 
 /// A number that no memory is likely to hold by chance, another one each time.
@@ -143,11 +125,7 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
 
 namespace attention_launch {
 
-bool covers_sm90(const AttentionParams& p) {
-  return device::runs_sm90a() && p.k_scale == nullptr && p.dtype == p.kv_dtype && p.scale > 0.0f &&
-         p.scale < std::numeric_limits<float>::infinity() && device::is_mappable(queries_of(p)) &&
-         device::is_mappable(keys_of(p)) && device::is_mappable(values_of(p));
-}
+const char* prefill_obstacle(const AttentionParams& p) { return obstacle_sm90(p, queries_of(p)); }
 
 void prefill_sm90(const AttentionParams& p, Stream stream) {
   device::dispatch_half(p.dtype, [&](auto type) {

@@ -21,7 +21,7 @@ class PagedCase:
     def __init__(
         self, lengths: list[int], *, q_lens: list[int] | None = None, heads: int = 4,
         kv_heads: int = 2, dim: int = 64, block: int = BLOCK, kv: torch.dtype | None = None,
-        seed: int = 0,
+        seed: int = 0, shared: int = 0,
     ) -> None:  # fmt: skip
         self.lengths, self.q_lens = lengths, q_lens
         self.heads, self.kv_heads, self.dim, self.block = heads, kv_heads, dim, block
@@ -33,6 +33,7 @@ class PagedCase:
         used = 0
         for row, count in zip(self.tables, blocks):
             row[:count] = order[used : used + count].int()
+            row[: min(shared, count)] = self.tables[0, : min(shared, count)]
             used += count
 
     def _fill(self, context: Context, cache: Tensor) -> Tensor:
@@ -212,6 +213,7 @@ VARLEN = OpCase(
     ],
 )  # fmt: skip
 
+_EIGHT_SINKS = normal(8, dtype=torch.float32)
 _EDGES = [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 63, 64, 65]
 
 PAGED = OpCase(
@@ -256,7 +258,27 @@ PAGED = OpCase(
         Sample("int8 cache, decode", **PagedCase(_EDGES, kv=torch.int8).inputs()),
         Sample("int8 cache, prefill, head size 256",
                **PagedCase([130], q_lens=[130], kv=torch.int8, dim=256).inputs()),
-        Sample("a hint of shared blocks", **PagedCase([40, 50]).inputs(shared_blocks=1)),
+        Sample("few rows beside many: one query, five, sixteen, none",
+               **PagedCase([300, 513, 100, 0], q_lens=[1, 5, 16, 0], heads=8).inputs()),
+        Sample("verify: several splits, the last with one key",
+               **PagedCase([700, 1281, 65], q_lens=[5, 4, 5], heads=8, dim=128, block=64).inputs()),
+        Sample("verify: head size 256, options",
+               **PagedCase([600, 70], q_lens=[5, 3], dim=256, heads=8, block=48).inputs(
+                   window=300, softcap=4.0, sinks=_EIGHT_SINKS)),
+        Sample("verify: not causal, left padding",
+               **PagedCase([600, 70], q_lens=[5, 3], dim=80, heads=6).inputs(
+                   causal=False, k_start=tensor([70, 3], torch.int32))),
+        Sample("a short shared block", **PagedCase([40, 50], shared=1).inputs(shared_blocks=1)),
+        Sample("shared keys read once: none, few, and many of one's own; none of the shared",
+               **PagedCase([1200, 1088, 1089, 1700, 0], dim=128, block=64, heads=8, shared=17)
+               .inputs(shared_blocks=17)),
+        Sample("shared keys read once: several queries, sinks, softcap, left padding",
+               **PagedCase([700, 513, 516, 520], q_lens=[5, 1, 4, 7], heads=8, shared=32).inputs(
+                   shared_blocks=32, sinks=_EIGHT_SINKS, softcap=4.0,
+                   k_start=tensor([0, 40, 3, 514], torch.int32))),
+        Sample("shared keys read once: a sequence that ends among them",
+               **PagedCase([700, 100, 512], q_lens=[2, 3, 1], dim=112, heads=6, block=128, shared=4)
+               .inputs(shared_blocks=4)),
     ],
     errors=[
         Error(r"q: expected one row a sequence where cu_q is none, 2, got 3",

@@ -30,5 +30,10 @@ __device__ __forceinline__ float2 load_from_l2(const float2* from) {
   asm volatile("ld.global.cg.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "l"(from));
   return v;
 }
+__device__ __forceinline__ float load_from_l2(const float* from) {
+  float v;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
 
 }  // namespace ridgeline::ptx

@@ -162,11 +162,13 @@ def paged_attention(
         k_start: int32 ``[B]``, the first visible key (left padding); None: 0.
         q_scale: must be None (q is not quantised).
         k_scale, v_scale: bfloat16 ``[num_blocks, block_size, Hkv]`` of a quantised cache.
-        shared_blocks: how many leading blocks all sequences share; a hint that never changes the
-            result.
+        shared_blocks: how many leading blocks of their tables all sequences have in common, as
+            the first row names them. CUDA reads at least 512 such keys once for all sequences, if
+            these bring few queries and nothing is in the way (``explain`` tells); the result then
+            differs by rounding.
         batch_invariant: a row's bits do not depend on how many queries its sequence brings in
-            this call (a chunk, a whole prompt, one token); decode then runs slower on CUDA. They
-            never depend on the other sequences.
+            this call (a chunk, a whole prompt, one token); decode then runs slower on CUDA. Nor
+            do they depend on the other sequences, but by ``max_q``.
         plan: must be None (the work is cut from shapes and from the lengths on the device).
         workspace: uint8, any contents, at least :func:`attention_workspace_bytes`; None: allocated.
         counters: int32, at least ``B * Hkv + 2``, zero on entry and on exit, one set a stream: the
@@ -230,14 +232,17 @@ def attention_workspace_bytes(
     max_q: int,
     max_k: int,
     kv_bytes: int = 2,
+    shared_keys: int = 0,
 ) -> int:
     """Bytes of workspace that :func:`paged_attention` needs on CUDA for float16 and bfloat16.
 
     Args:
         max_q: the op's ``max_q``. max_k: ``block_tables.shape[1] * block_size``.
-        kv_bytes: of an element of the caches.
+        kv_bytes: of an element of the caches. shared_keys: ``shared_blocks * block_size``.
     """
-    return _ops.attention_workspace(batch, heads, kv_heads, head_dim, max_q, max_k, kv_bytes)
+    return _ops.attention_workspace(
+        batch, heads, kv_heads, head_dim, max_q, max_k, kv_bytes, shared_keys
+    )
 
 
 def _packed(q: Tensor) -> tuple[Tensor, Tensor]:
@@ -303,12 +308,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, m
 @cost_of("paged_attention")
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
       cu_q: Tensor | None = None, *, causal: bool = True, window: int | None = None,
-      k_scale: Tensor | None = None, **options: object) -> Cost:  # fmt: skip
-    """Keys that no query of a sequence sees are not counted."""
+      k_scale: Tensor | None = None, shared_blocks: int = 0,
+      **options: object) -> Cost:  # fmt: skip
+    """Keys that no query of a sequence sees are not counted, and shared ones once."""
     k_lens = seq_lens.tolist()
     q_lens = [1] * len(k_lens) if cu_q is None else cu_q.diff().tolist()
     pairs = sum(_pairs(q_len, k_len, causal, window) for q_len, k_len in zip(q_lens, k_lens))
-    keys = sum(min(n, window + m - 1) if window else n for m, n in zip(q_lens, k_lens) if m)
+    shared = 0 if window else min(shared_blocks * k_cache.shape[1], max(k_lens, default=0))
+    own = [min(n, window + m - 1) if window else n - shared for m, n in zip(q_lens, k_lens) if m]
+    keys = shared + sum(max(n, 0) for n in own)
     scale_bytes = 0 if k_scale is None else k_scale.element_size()
     row = k_cache.shape[2] * (k_cache.shape[3] * k_cache.element_size() + scale_bytes)
     bytes_moved = 2 * nbytes(q) + 2 * keys * row + nbytes(block_tables, seq_lens)

@@ -1,0 +1,337 @@
+#pragma once
+#include "device/ptx/global_order.cuh"
+#include "kernels/attention_sm90.cuh"
+
+/// What a block of the Hopper kernel of packed rows works on: a tile of rows, which are the queries
+/// of several heads and tokens that read the same keys, and one split of those keys. Tiles, shared
+/// memory, items, and the two warps that plan items and bring keys.
+namespace ridgeline::attention_rows {
+
+namespace config = attention_config;
+using attention_sm90::kColumns;
+using attention_sm90::kRowBytes;
+using attention_sm90::kWarpgroup;
+using attention_sm90::kWarpgroupRows;
+using attention_sm90::Ring;
+using attention_tile::Work;
+
+// ---- Constants ----------------------------------------------------------------------------------
+
+constexpr int kKeys = config::kKeyTile;
+constexpr int kItems = 3;           // worked on, described ahead, waiting to be joined
+constexpr int kConsumersMeet = 1;   // named barrier
+
+/// kSize columns are computed; a head of fewer is padded with zeros by the copy engine. One
+/// warpgroup takes the rows of one sequence and KV head; two take the rows that all sequences have
+/// before the keys common to all, so that these come to shared memory half as often.
+template <class T_, int kSize_, int kConsumers_, int kSlots_>
+struct Tile {
+  using T = T_;
+  static constexpr int kSize = kSize_;
+  static constexpr int kConsumers = kConsumers_;
+  static constexpr bool kCommon = kConsumers == 2;
+  static constexpr int kRows = kConsumers * kWarpgroupRows;
+  static constexpr int kSlots = kSlots_;  // of keys, or of values
+  static constexpr int kParts = kSize / kColumns;
+  static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
+  static constexpr int kThreads = kConsumerThreads + 2 * device::kWarpSize;
+  static constexpr int kBlocks = kCommon || kSize > 128 ? 1 : 2;  // an SM
+};
+
+/// One split of the keys that a tile of rows sees. Own keys: the rows are those of one sequence and
+/// KV head, work.first_row is 0. Common keys: those of the KV head from work.first_row on, over all
+/// tokens.
+struct Item {
+  Work work;
+  config::KeyRange keys;  // begins at a multiple of kKeys
+  config::KeyRange live;  // slots outside may hold anything
+  int split, splits;      // splits 0: there are no more items
+  bool is_last;           // to arrive of its rows' splits: this block joins them
+};
+
+struct Launch {
+  AttentionParams attention;
+  CUtensorMap q, k, v;
+  int box_rows, boxes;  // keys that one copy brings, and the copies of a tile of keys
+  int group;            // query heads a KV head
+  int queries;          // tokens of a tile of rows
+  int max_splits;       // the workspace has so many splits, ...
+  int max_rows;         // ... each of so many rows, of every sequence and KV head
+  int tiles;            // of rows, before common keys
+  int least_rows;       // of a sequence that is not left to the kernel of few rows
+  bool clears;          // rows of no sequence, since no kernel of few rows does
+  void* workspace;
+};
+
+// ---- Shared memory ------------------------------------------------------------------------------
+
+template <class Tile>
+struct Shared {
+  using T = typename Tile::T;
+
+  alignas(1024) T q[Tile::kParts][Tile::kRows][kColumns];
+  alignas(1024) T kv[Tile::kSlots][Tile::kParts][kKeys][kColumns];
+  Item items[kItems];
+  alignas(8) std::uint64_t q_full, q_free;
+  std::uint64_t full[Tile::kSlots], free[Tile::kSlots];
+  // Of an item: it is described; its results are stored; is_last is known; its place is free.
+  std::uint64_t described[kItems], stored[kItems], counted[kItems], released[kItems];
+
+  /// Each barrier that stands for ordinary memory is arrived at by every thread that touched it.
+  __device__ __forceinline__ void make_barriers() {
+    ptx::mbarrier_init(&q_full, 1);
+    ptx::mbarrier_init(&q_free, Tile::kConsumers);
+    for (int i = 0; i < Tile::kSlots; ++i) {
+      ptx::mbarrier_init(&full[i], 1);
+      ptx::mbarrier_init(&free[i], Tile::kConsumers);
+    }
+    for (int i = 0; i < kItems; ++i) {
+      ptx::mbarrier_init(&described[i], device::kWarpSize);
+      ptx::mbarrier_init(&stored[i], Tile::kConsumerThreads);
+      ptx::mbarrier_init(&counted[i], 1);
+      ptx::mbarrier_init(&released[i], Tile::kConsumerThreads + device::kWarpSize);
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// ---- Items --------------------------------------------------------------------------------------
+
+/// The keys that a sequence's queries see, from a multiple of kKeys on: a function of the sequence.
+struct Cut {
+  std::int32_t begin, end, keys, splits;
+};
+
+__device__ __forceinline__ Cut cut_of(const AttentionParams& p, const config::Sequence& s) {
+  const config::KeyRange first = config::visible_keys(p, s, 0);
+  const config::KeyRange last = config::visible_keys(p, s, s.q_len - 1);
+  Cut cut{.begin = first.begin / kKeys * kKeys, .end = config::lesser(last.end, s.k_len)};
+  const int span = config::greater(cut.end - cut.begin, 1);
+  cut.keys = config::row_split_keys(span);
+  cut.splits = ceil_div(span, cut.keys);
+  return cut;
+}
+
+/// Walks the items of one launch: a warp, whose lane i keeps the i-th share of the sequences.
+template <class Tile>
+struct Planner {
+  const Launch& launch;
+  Shared<Tile>& shared;
+  int share, before, count;  // sequences a lane; items before this lane's, and its own
+  int total;
+  config::KeyRange live;  // of the common keys: what some sequence owns
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
+
+  __device__ __forceinline__ int items_of(int batch) const {
+    const AttentionParams& p = launch.attention;
+    const config::Sequence s = config::sequence_of(p, batch);
+    if (!config::is_packed(p, s.q_len, launch.least_rows)) return 0;
+    return cut_of(p, s).splits * p.kv_heads;
+  }
+
+  __device__ __forceinline__ void begin() {
+    const AttentionParams& p = launch.attention;
+    share = ceil_div(p.batch, device::kWarpSize);
+    const int end = min((lane() + 1) * share, p.batch);
+    count = 0;
+    live = {.begin = p.shared_keys, .end = 0};
+    for (int b = lane() * share; b < end; ++b) {
+      if constexpr (Tile::kCommon) {
+        const config::Sequence s = config::sequence_of(p, b);
+        live.begin = config::lesser(live.begin, s.k_start);
+        live.end = config::greater(live.end, config::lesser(s.k_len, p.shared_keys));
+      } else {
+        count += items_of(b);
+      }
+    }
+    if constexpr (Tile::kCommon) {
+      live = {-device::warp_max(-live.begin), device::warp_max(live.end)};
+      total = launch.tiles * p.kv_heads * launch.max_splits;
+    } else {
+      const int sum = device::warp_inclusive_sum(count);
+      before = sum - count;
+      total = device::from_lane(sum, device::kWarpSize - 1);
+    }
+  }
+
+  /// Neighbours are the tiles of rows, then the heads, before one split of the keys.
+  __device__ __forceinline__ Item common_item(int index) const {
+    const AttentionParams& p = launch.attention;
+    const int tokens = launch.max_rows / launch.group, rest = index / launch.tiles;
+    const int first = index % launch.tiles * launch.queries;
+    const int keys = config::common_split_keys(p.shared_keys), split = rest / p.kv_heads;
+    return {.work = {.sequence = {.q_begin = first},
+                     .batch = 0,
+                     .kv_head = rest % p.kv_heads,
+                     .group = launch.group,
+                     .first_row = first * launch.group,
+                     .rows = min(launch.queries, tokens - first) * launch.group},
+            .keys = {split * keys, min((split + 1) * keys, live.end)},
+            .live = live,
+            .split = split,
+            .splits = launch.max_splits};
+  }
+
+  /// Neighbours are the heads of one split: they share the block table's entries.
+  __device__ __forceinline__ Item own_item(int batch, int index) const {
+    const AttentionParams& p = launch.attention;
+    Item item{.work = {.sequence = config::sequence_of(p, batch),
+                       .batch = batch,
+                       .kv_head = index % p.kv_heads,
+                       .group = launch.group}};
+    const config::Sequence& s = item.work.sequence;
+    item.work.rows = s.q_len * launch.group;
+    const Cut cut = cut_of(p, s);
+    item.split = index / p.kv_heads;
+    item.splits = cut.splits;
+    item.keys.begin = cut.begin + item.split * cut.keys;
+    item.keys.end = config::lesser(item.keys.begin + cut.keys, cut.end);
+    item.live = {s.k_start, s.k_len};
+    return item;
+  }
+
+  /// Describes item number `index`; whichever lane knows its sequence writes it.
+  __device__ __forceinline__ void describe(int index, const Ring<kItems>& place) {
+    ptx::mbarrier_wait(&shared.released[place.slot], place.parity);
+    Item& to = shared.items[place.slot];
+    if (index >= total) {
+      if (lane() == 0) to.splits = 0;
+    } else if constexpr (Tile::kCommon) {
+      if (lane() == 0) to = common_item(index);
+    } else if (index >= before && index < before + count) {
+      int batch = lane() * share, rest = index - before;
+      for (int items; rest >= (items = items_of(batch)); ++batch) rest -= items;
+      to = own_item(batch, rest);
+    }
+    __syncwarp();  // the item is written: lane 0 requests its queries
+    ptx::mbarrier_arrive(&shared.described[place.slot]);
+  }
+
+  __device__ __forceinline__ void request_queries(const Item& item, int parity) const {
+    ptx::mbarrier_wait(&shared.q_free, parity);
+    if (lane() == 0) {
+      const AttentionParams& p = launch.attention;
+      ptx::mbarrier_expect(&shared.q_full,
+                           launch.queries * launch.group * kRowBytes * Tile::kParts);
+      for (int part = 0; part < Tile::kParts; ++part)
+        ptx::copy_tensor_4d(shared.q[part], &launch.q, &shared.q_full, part * kColumns,
+                            item.work.kv_head * launch.group,
+                            static_cast<int>(item.work.sequence.q_begin),
+                            Tile::kCommon || p.cu_q != nullptr ? 0 : item.work.batch);
+    }
+    __syncwarp();  // before the warp waits as one again
+  }
+
+  /// Items beyond each block's first two are dealt as blocks ask for them, where there are
+  /// counters: a block that joins splits falls behind. Each block that had two asks until it gets
+  /// none: as many questions as there are items beyond each block's first. The last leaves zero.
+  __device__ __forceinline__ int deal(int turn) const {
+    const AttentionParams& p = launch.attention;
+    const int blocks = static_cast<int>(gridDim.x);
+    const int next = static_cast<int>(blockIdx.x) + turn * blocks;
+    if (turn < 2 || p.counters == nullptr) return next;
+    int taken = 0;
+    if (lane() == 0)
+      taken = static_cast<int>(
+          ptx::count_arrival(p.counters + p.batch * p.kv_heads, total - blocks - 1));
+    return 2 * blocks + device::from_lane(taken, 0);
+  }
+
+  __device__ __forceinline__ void count_arrival(Item& item) const {
+    const AttentionParams& p = launch.attention;
+    const unsigned last = item.splits - 1;
+    auto* counter = p.counters + item.work.batch * p.kv_heads + item.work.kv_head;
+    item.is_last = p.counters != nullptr && last > 0 && ptx::count_arrival(counter, last) == last;
+  }
+
+  __device__ __forceinline__ void run() {
+    begin();
+    Ring<kItems> next{.parity = 1}, oldest;  // the first wait on a fresh barrier passes
+    int queries_parity = 1;
+    for (int turn = 0;; ++turn) {
+      describe(deal(turn), next);
+      const Item& described = shared.items[next.slot];
+      const bool more = described.splits != 0;
+      if (turn > 0) {
+        // The item before: while it is worked on, this one waits for the queries' place.
+        if (more) request_queries(described, queries_parity);
+        Item& item = shared.items[oldest.slot];
+        ptx::mbarrier_wait(&shared.stored[oldest.slot], oldest.parity);
+        if (lane() == 0) {
+          count_arrival(item);
+          ptx::mbarrier_arrive(&shared.counted[oldest.slot]);
+        }
+        __syncwarp();
+        oldest.next();
+      } else if (more) {
+        request_queries(described, queries_parity);
+      }
+      queries_parity ^= 1;
+      next.next();
+      if (!more) break;
+    }
+  }
+};
+
+// ---- Keys and values ----------------------------------------------------------------------------
+
+/// The warp that brings tiles of keys and values, a box a lane.
+template <class Tile>
+struct Bringer {
+  struct Place {
+    int row, batch;
+  };
+
+  const Launch& launch;
+  Shared<Tile>& shared;
+  Ring<Tile::kSlots> ring{.parity = 1};  // the first wait on a fresh barrier passes
+
+  __device__ static int box() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
+
+  __device__ __forceinline__ Place place_of(const Work& work, int n) const {
+    const AttentionParams& p = launch.attention;
+    if (box() >= launch.boxes) return {};
+    const auto slot =
+        attention_tile::slot_of(p, work, n + box() / Tile::kParts * launch.box_rows);
+    return {static_cast<int>(slot.row), p.cu_k != nullptr ? 0 : static_cast<int>(slot.batch)};
+  }
+
+  __device__ __forceinline__ void request(const Place& place, int kv_head, const CUtensorMap& map) {
+    std::uint64_t* full = &shared.full[ring.slot];
+    auto& target = shared.kv[ring.slot];
+    ptx::mbarrier_wait(&shared.free[ring.slot], ring.parity);
+    if (box() == 0) ptx::mbarrier_expect(full, sizeof(target));
+    __syncwarp();  // the bytes are announced
+    if (box() < launch.boxes) {
+      const int part = box() % Tile::kParts, first = box() / Tile::kParts * launch.box_rows;
+      ptx::copy_tensor_4d(target[part][first], &map, full, part * kColumns, place.row, kv_head,
+                          place.batch);
+    }
+    __syncwarp();  // before the warp waits as one again
+    ring.next();
+  }
+
+  __device__ __forceinline__ void run() {
+    for (Ring<kItems> items;; items.next()) {
+      ptx::mbarrier_wait(&shared.described[items.slot], items.parity);
+      const Item item = shared.items[items.slot];
+      if (item.splits == 0) break;
+      ptx::mbarrier_arrive(&shared.released[items.slot]);
+      const int kv_head = item.work.kv_head, end = item.keys.end;
+      int n = item.keys.begin;
+      if (n >= end) continue;
+      Place place = place_of(item.work, n);
+      request(place, kv_head, launch.k);
+      for (n += kKeys; n < end; n += kKeys) {  // keys come one tile ahead of values
+        const Place next = place_of(item.work, n);
+        request(next, kv_head, launch.k);
+        request(place, kv_head, launch.v);
+        place = next;
+      }
+      request(place, kv_head, launch.v);
+    }
+  }
+};
+
+}  // namespace ridgeline::attention_rows
