@@ -5,7 +5,7 @@
 #include "device/ptx/grid_dependency.cuh"
 #include "kernels/attention_launch.h"
 #include "kernels/attention_rows_consumer.cuh"
-#include "kernels/attention_views.h"
+#include "kernels/attention_views.cuh"
 
 namespace ridgeline {
 namespace {

@@ -7,7 +7,7 @@
 #include "device/ptx/grid_dependency.cuh"
 #include "kernels/attention_launch.h"
 #include "kernels/attention_sm90_consumer.cuh"
-#include "kernels/attention_views.h"
+#include "kernels/attention_views.cuh"
 
 namespace ridgeline {
 namespace {
