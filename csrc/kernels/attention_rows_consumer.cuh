@@ -224,21 +224,9 @@ struct Consumer {
     }
   }
 
-  /// Joins the splits of an item's rows if it was the last to arrive, and frees its place.
-  __device__ __forceinline__ void conclude(const Ring<kItems>& place) {
-    ptx::mbarrier_wait(&shared.counted[place.slot], place.parity);
-    const Item& item = shared.items[place.slot];
-    if (item.is_last)
-      merge_splits<T>(launch, item.work, item.splits, device::warp_index(),
-                      Tile::kConsumerThreads / device::kWarpSize);
-    ptx::mbarrier_arrive(&shared.released[place.slot]);
-  }
-
   __device__ __forceinline__ void run() {
-    Ring<kItems> items, before;
     int queries_parity = 0;
-    bool follows = false;
-    for (;; items.next()) {
+    for (Ring<kItems> items;; items.next()) {
       ptx::mbarrier_wait(&shared.described[items.slot], items.parity);
       const Item& item = shared.items[items.slot];
       if (item.splits == 0) break;
@@ -262,14 +250,8 @@ struct Consumer {
         release(&shared.q_free);
       }
       store(item);
-      ptx::mbarrier_arrive(&shared.stored[items.slot]);
-      if (follows) {  // the arrival of the item before has been counted meanwhile
-        conclude(before);
-        before.next();
-      }
-      follows = true;
+      ptx::mbarrier_arrive(&shared.released[items.slot]);
     }
-    if (follows) conclude(before);
   }
 };
 

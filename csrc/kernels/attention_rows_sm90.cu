@@ -19,7 +19,6 @@ using namespace attention_rows;
 /// are dealt items: a tile of rows and one split of their keys. A warpgroup of 64 rows multiplies,
 /// sums in fp32; one warp brings keys and values by the copy engine, one plans items and brings
 /// queries.
-/// The block that stores the last split of its rows joins them, in the order of the splits.
 ///
 /// Roofline: reads each key and value once: bandwidth, as long as few rows read it. Before common
 /// keys 4 * head_dim flops a pair of row and key, on the tensor cores.
@@ -57,8 +56,9 @@ constexpr int kMergeWarps = 4;
 constexpr int kMergeThreads = kMergeWarps * device::kWarpSize;
 constexpr int kMergeBlocks = 4;  // of one sequence and KV head
 
-/// Joins splits where no counters tell which block is the last. Grid: (sequence and KV head,
-/// share of its rows).
+/// Joins splits, in their order. Grid: (sequence and KV head, share of its rows). The block that
+/// stores the last split of its rows could join them in the same launch, but then holds its next
+/// item up, and few warps do all: H200, 8 sequences of 4k keys, five queries: 48 us, and 56.
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_rows_kernel(const __grid_constant__ Launch launch) {
@@ -192,10 +192,6 @@ void rows_sm90(const AttentionParams& p, Stream stream) {
     Launch launch = launch_of<Tile>(p, p.workspace);
     launch.max_splits = config::max_row_splits(p.max_k);
     launch.max_rows = config::max_split_rows(p.max_q, launch.group);
-    // Joined by a kernel of its own although there are counters: it spreads the rows over the GPU,
-    // and the block that would join all holds its own next item up. H200, 8 sequences of 4k keys,
-    // five queries: 48 us, and 56 in one launch.
-    launch.attention.counters = nullptr;
     launch.clears = config::packs_all(p) && p.cu_q != nullptr;
     launch.least_rows = config::packs_all(p) ? 1 : config::kMmaRows + 1;
     const std::int64_t pairs = std::int64_t{p.batch} * p.kv_heads;
@@ -211,10 +207,8 @@ namespace {
 
 template <class T, int kSize>
 Launch common_launch(const AttentionParams& p) {
-  AttentionParams common = p;
-  common.counters = nullptr;  // its splits are joined with the rest
   const auto* workspace = static_cast<const char*>(p.workspace) + config::common_offset(p);
-  Launch launch = launch_of<CommonTile<T, kSize>>(common, workspace);
+  Launch launch = launch_of<CommonTile<T, kSize>>(p, workspace);
   launch.max_rows = checked_int32(config::tokens(p) * launch.group, "attention: rows");
   launch.tiles = ceil_div(launch.max_rows, launch.queries * launch.group);
   launch.max_splits = ceil_div(p.shared_keys, config::common_split_keys(p.shared_keys));

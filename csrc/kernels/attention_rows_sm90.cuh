@@ -18,7 +18,7 @@ using attention_tile::Work;
 // ---- Constants ----------------------------------------------------------------------------------
 
 constexpr int kKeys = config::kKeyTile;
-constexpr int kItems = 3;           // worked on, described ahead, waiting to be joined
+constexpr int kItems = 3;           // worked on, and described ahead
 constexpr int kConsumersMeet = 1;   // named barrier
 
 /// kSize columns are computed; a head of fewer is padded with zeros by the copy engine. One
@@ -46,7 +46,6 @@ struct Item {
   config::KeyRange keys;  // begins at a multiple of kKeys
   config::KeyRange live;  // slots outside may hold anything
   int split, splits;      // splits 0: there are no more items
-  bool is_last;           // to arrive of its rows' splits: this block joins them
 };
 
 struct Launch {
@@ -74,8 +73,7 @@ struct Shared {
   Item items[kItems];
   alignas(8) std::uint64_t q_full, q_free;
   std::uint64_t full[Tile::kSlots], free[Tile::kSlots];
-  // Of an item: it is described; its results are stored; is_last is known; its place is free.
-  std::uint64_t described[kItems], stored[kItems], counted[kItems], released[kItems];
+  std::uint64_t described[kItems], released[kItems];  // of an item
 
   /// Each barrier that stands for ordinary memory is arrived at by every thread that touched it.
   __device__ __forceinline__ void make_barriers() {
@@ -87,8 +85,6 @@ struct Shared {
     }
     for (int i = 0; i < kItems; ++i) {
       ptx::mbarrier_init(&described[i], device::kWarpSize);
-      ptx::mbarrier_init(&stored[i], Tile::kConsumerThreads);
-      ptx::mbarrier_init(&counted[i], 1);
       ptx::mbarrier_init(&released[i], Tile::kConsumerThreads + device::kWarpSize);
     }
     ptx::fence_mbarrier_init();
@@ -223,53 +219,17 @@ struct Planner {
     __syncwarp();  // before the warp waits as one again
   }
 
-  /// Items beyond each block's first two are dealt as blocks ask for them, where there are
-  /// counters: a block that joins splits falls behind. Each block that had two asks until it gets
-  /// none: as many questions as there are items beyond each block's first. The last leaves zero.
-  __device__ __forceinline__ int deal(int turn) const {
-    const AttentionParams& p = launch.attention;
-    const int blocks = static_cast<int>(gridDim.x);
-    const int next = static_cast<int>(blockIdx.x) + turn * blocks;
-    if (turn < 2 || p.counters == nullptr) return next;
-    int taken = 0;
-    if (lane() == 0)
-      taken = static_cast<int>(
-          ptx::count_arrival(p.counters + p.batch * p.kv_heads, total - blocks - 1));
-    return 2 * blocks + device::from_lane(taken, 0);
-  }
-
-  __device__ __forceinline__ void count_arrival(Item& item) const {
-    const AttentionParams& p = launch.attention;
-    const unsigned last = item.splits - 1;
-    auto* counter = p.counters + item.work.batch * p.kv_heads + item.work.kv_head;
-    item.is_last = p.counters != nullptr && last > 0 && ptx::count_arrival(counter, last) == last;
-  }
-
   __device__ __forceinline__ void run() {
     begin();
-    Ring<kItems> next{.parity = 1}, oldest;  // the first wait on a fresh barrier passes
+    Ring<kItems> next{.parity = 1};  // the first wait on a fresh barrier passes
     int queries_parity = 1;
-    for (int turn = 0;; ++turn) {
-      describe(deal(turn), next);
-      const Item& described = shared.items[next.slot];
-      const bool more = described.splits != 0;
-      if (turn > 0) {
-        // The item before: while it is worked on, this one waits for the queries' place.
-        if (more) request_queries(described, queries_parity);
-        Item& item = shared.items[oldest.slot];
-        ptx::mbarrier_wait(&shared.stored[oldest.slot], oldest.parity);
-        if (lane() == 0) {
-          count_arrival(item);
-          ptx::mbarrier_arrive(&shared.counted[oldest.slot]);
-        }
-        __syncwarp();
-        oldest.next();
-      } else if (more) {
-        request_queries(described, queries_parity);
-      }
+    for (int index = static_cast<int>(blockIdx.x);; index += static_cast<int>(gridDim.x)) {
+      describe(index, next);
+      const Item& item = shared.items[next.slot];
+      if (item.splits == 0) break;
+      request_queries(item, queries_parity);
       queries_parity ^= 1;
       next.next();
-      if (!more) break;
     }
   }
 };
