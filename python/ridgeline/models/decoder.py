@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 from torch.nn.functional import embedding
@@ -11,7 +12,7 @@ from ridgeline import ops
 from ridgeline.kv_cache import KVCache
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.linear import Linear
-from ridgeline.models.norms import Norm
+from ridgeline.models.norms import Norm, RmsNorm
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class Decoder:
             residual = residual * self.embedding_scale
         if self.positions is not None:
             residual = residual + embedding(inputs.positions, self.positions)
+        if residual.shape[0] <= self.folded_rows:
+            return self._folded_states(residual, inputs, cache)
         x = self.layers[0].attention_norm(residual)
         following = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
         for index, layer in enumerate(self.layers):
@@ -105,16 +108,50 @@ class Decoder:
             x = following[index].add(x, residual)
         return x
 
+    @cached_property
+    def folded_rows(self) -> int:
+        """Up to so many tokens norms and residuals are parts of the products."""
+        if self.batch_invariant or self.config.parallel:
+            return 0
+        rows = []
+        for layer in self.layers:
+            if layer.post_attention_norm is not None or layer.post_mlp_norm is not None:
+                return 0
+            norms = layer.attention_norm, layer.mlp_norm
+            if any(not isinstance(norm, RmsNorm) or norm.offset for norm in norms):
+                return 0
+            rows += [p.folded_rows for p in (layer.qkv, layer.output, layer.up, layer.down)]
+        return min(rows)
+
+    def _folded_states(self, residual: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
+        """Five kernels a layer: both norms and both sums with the residual are in the products."""
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer.attention_norm, RmsNorm) and isinstance(layer.mlp_norm, RmsNorm)
+            qkv = layer.qkv(residual, norm=layer.attention_norm)
+            attention = self._attention(layer, qkv, inputs, cache, index)
+            residual = layer.output(attention, residual=residual)
+            residual = self._mlp(layer, residual, norm=layer.mlp_norm, residual=residual)
+        return self.norm(residual)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` to ``[rows, vocab]``."""
         logits, cap = self.head(hidden), self.config.logit_softcap
         return logits.div_(cap).tanh_().mul_(cap) if cap else logits
 
-    def _mlp(self, layer: Layer, x: Tensor) -> Tensor:
+    def _mlp(
+        self,
+        layer: Layer,
+        x: Tensor,
+        *,
+        norm: RmsNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         activation = self.config.activation
         if activation == "gelu_tanh_mul":  # the one that products do not have as an epilogue
-            return layer.down(ops.gelu_mul(layer.up(x), "tanh"))
-        return layer.down(layer.up(x, activation=activation))
+            hidden = ops.gelu_mul(layer.up(x, norm=norm), "tanh")
+        else:
+            hidden = layer.up(x, activation=activation, norm=norm)
+        return layer.down(hidden, residual=residual)
 
     def _attention(
         self, layer: Layer, qkv: Tensor, inputs: StepInputs, cache: KVCache, index: int

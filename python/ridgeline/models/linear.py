@@ -3,22 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from ridgeline import ops
+from ridgeline.models.norms import RmsNorm
 
 QUANTIZATIONS = ("int4", "fp8")
 
 
 class Linear(Protocol):
-    """``act(x @ weight.T + bias)`` for ``x [tokens, in]``, in the dtype of ``x``.
+    """``act(norm(x) @ weight.T + bias) + residual`` for ``x [tokens, in]``, in the dtype of ``x``.
 
     ``activation``: that of ``ops.linear``.
     """
 
-    def __call__(self, x: Tensor, activation: str | None = None) -> Tensor: ...
+    @property
+    def folded_rows(self) -> int:
+        """Up to so many rows norm and residual add no kernel to the product's."""
+        ...
+
+    def __call__(
+        self,
+        x: Tensor,
+        activation: str | None = None,
+        *,
+        norm: RmsNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -29,12 +42,23 @@ class DenseLinear:
     bias: Tensor | None
     batch_invariant: bool = False
 
-    def __call__(self, x: Tensor, activation: str | None = None) -> Tensor:
+    folded_rows = 8
+
+    def __call__(
+        self,
+        x: Tensor,
+        activation: str | None = None,
+        *,
+        norm: RmsNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         return ops.linear(
             x,
             self.weight,
             self.bias,
             activation=activation,
+            residual=residual,
+            **_norm_arguments(norm),
             batch_invariant=self.batch_invariant,
             weights_ready=True,
         )
@@ -48,12 +72,23 @@ class Int4Linear:
     bias: Tensor | None
     batch_invariant: bool = False
 
-    def __call__(self, x: Tensor, activation: str | None = None) -> Tensor:
+    folded_rows = 16
+
+    def __call__(
+        self,
+        x: Tensor,
+        activation: str | None = None,
+        *,
+        norm: RmsNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
         return ops.int4_linear(
             x,
             self.weight,
             self.bias,
             activation=activation,
+            residual=residual,
+            **_norm_arguments(norm),
             batch_invariant=self.batch_invariant,
             weights_ready=True,
         )
@@ -61,23 +96,43 @@ class Int4Linear:
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """fp8 weights with a scale for each output."""
+    """fp8 weights with a scale for each output, times inputs quantised here, a scale a token."""
 
     weight: Tensor
     scale: Tensor
     bias: Tensor | None
     batch_invariant: bool = False
 
-    def __call__(self, x: Tensor, activation: str | None = None) -> Tensor:
+    folded_rows = 8
+
+    def __call__(
+        self,
+        x: Tensor,
+        activation: str | None = None,
+        *,
+        norm: RmsNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if norm is None:
+            codes, x_scale = ops.quantize_fp8(x, "row")
+        else:
+            codes, x_scale = norm.quantized(x)
         return ops.fp8_linear(
-            x,
+            codes,
             self.weight,
             self.scale,
             self.bias,
+            x_scale=x_scale,
+            out_dtype=x.dtype,
             activation=activation,
+            residual=residual,
             batch_invariant=self.batch_invariant,
             weights_ready=True,
         )
+
+
+def _norm_arguments(norm: RmsNorm | None) -> dict[str, Any]:
+    return {} if norm is None else {"norm_weight": norm.weight, "norm_eps": norm.eps}
 
 
 def make_linear(

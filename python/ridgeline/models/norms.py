@@ -36,6 +36,14 @@ class RmsNorm:
             x, residual, self.weight, self.eps, offset=self.offset, weights_ready=True
         )
 
+    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm as float8_e4m3fn, and the scale of each row."""
+        result = ops.rmsnorm(
+            x, self.weight, self.eps, offset=self.offset, out_quant="fp8", weights_ready=True
+        )
+        assert isinstance(result, tuple)
+        return result
+
 
 @dataclass(frozen=True)
 class LayerNorm:
