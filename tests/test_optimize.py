@@ -104,8 +104,8 @@ def test_a_quantised_model(llama: PreTrainedModel, name: str, device: str):
         done = ridgeline.optimize_(llama)
         actual = llama(ids).logits
     assert counts(done)[LAYER] == 2
-    # In bfloat16 the roundings between the ops differ; quantised inputs follow them.
-    bound = 1e-4 if device == "cpu" else 1e-1
+    # In bfloat16 the roundings between the ops differ, and inputs between two codes follow them.
+    bound = 1e-4 if device == "cpu" else 2e-1 if "dynamic" in options else 1e-1
     assert (actual - expected).norm() <= bound * expected.norm()
 
 
