@@ -249,6 +249,7 @@ __global__ void __launch_bounds__(kSampleThreads, kBlocksOfSm)
     best = fmaxf(best, fmaxf(fmaxf(x.data[0], x.data[1]), fmaxf(x.data[2], x.data[3])));
   });
   const std::uint32_t group = device::group_max(ordered_key(best), blocks);
+  ptx::commit_copies();
   ptx::wait_copies<0>();
   ptx::cluster_wait();  // every block has started, and the list is empty
   const int own_groups = kGroups / blocks;
