@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from importlib.metadata import version
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -89,7 +89,7 @@ def key_ranges_mask(
             batch_size=batch_size,
             q_length=q_length,
             kv_length=kv_length,
-            q_offset=q_offset,
+            q_offset=cast(int, q_offset),  # a tensor too, whatever its annotation says
             kv_offset=kv_offset,
             mask_function=mask_function,
             attention_mask=attention_mask,
