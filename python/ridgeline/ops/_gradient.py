@@ -2,7 +2,8 @@
 
 PyTorch only warns there and goes on without the gradient. The check is one attribute of the result,
 so that inference pays nothing; where gradients are recorded, the result passes through an op whose
-backward raises when it runs, in eager mode and in a compiled graph.
+backward raises when it runs, in eager mode and in a compiled graph. These two ops have a namespace of
+their own: those of "ridgeline" have kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def inference_only(out: Tensor, name: str, *inputs: Tensor | None) -> Tensor:
     if not (out.requires_grad or tracing):
         return out
     wanted = [x for x in inputs if x is not None and x.requires_grad]
-    return torch.ops.ridgeline.without_gradient(out, wanted, name) if wanted else out
+    return torch.ops.ridgeline_python.without_gradient(out, wanted, name) if wanted else out
 
 
 def refuse_in_place(name: str, *changed: Tensor) -> None:
@@ -41,7 +42,7 @@ def _message(name: str) -> str:
     )
 
 
-@torch.library.custom_op("ridgeline::without_gradient", mutates_args=())
+@torch.library.custom_op("ridgeline_python::without_gradient", mutates_args=())
 def _without_gradient(out: Tensor, inputs: Sequence[Tensor], name: str) -> Tensor:
     return out.clone()
 
@@ -51,7 +52,7 @@ def _(out: Tensor, inputs: Sequence[Tensor], name: str) -> Tensor:
     return torch.empty_like(out)
 
 
-@torch.library.custom_op("ridgeline::refuse_gradient", mutates_args=())
+@torch.library.custom_op("ridgeline_python::refuse_gradient", mutates_args=())
 def _refuse_gradient(wanted: Tensor, gradient: Tensor, name: str) -> Tensor:
     raise NotImplementedError(_message(name))
 
@@ -67,7 +68,9 @@ def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[None, list[Tensor], None]:
-    refuse = torch.ops.ridgeline.refuse_gradient  # its results are used, or a compiler drops it
+    refuse = (
+        torch.ops.ridgeline_python.refuse_gradient
+    )  # its results are used, or a compiler drops it
     return None, [refuse(wanted, gradient, ctx.name) for wanted in ctx.saved_tensors], None
 
 
