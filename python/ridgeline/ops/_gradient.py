@@ -2,8 +2,8 @@
 
 PyTorch only warns there and goes on without the gradient. The check is one attribute of the result,
 so that inference pays nothing; where gradients are recorded, the result passes through an op whose
-backward raises when it runs, in eager mode and in a compiled graph. These two ops have a namespace of
-their own: those of "ridgeline" have kernels.
+backward raises when it runs, in eager mode and in a compiled graph. These two ops have a namespace
+of their own: those of "ridgeline" have kernels.
 """
 
 from __future__ import annotations
