@@ -254,27 +254,18 @@ __device__ __forceinline__ void request_chunk(const DigitsParams& params, int ro
     ptx::copy_matrix(to + params.zeros_at, &params.zeros, full, row, group, policy);
 }
 
-/// What one warp requests, in order: of each strip of the block its chunks, kWarps apart.
 struct Requests {
   const DigitsParams& params;
   std::uint64_t policy;
-  int warp, strips, chunk, row;
-  bool up;
+  ChunkWalk walk;
 
   __device__ Requests(const DigitsParams& params, int warp)
-      : params(params), policy(ptx::evict_first()), warp(warp),
-        strips(warp < params.chunks ? params.order.strips(blockIdx.x) : 0), chunk(warp),
-        row(params.order.first_row(blockIdx.x)), up(false) {}
+      : params(params), policy(ptx::evict_first()), walk(params.order, params.chunks, warp) {}
 
   __device__ void next(char* to, std::uint64_t* full) {
-    if (strips == 0) return;
-    request_chunk(params, row, chunk, to, full, policy);
-    chunk += kWarps;
-    if (chunk < params.chunks) return;
-    chunk = warp;
-    --strips;
-    row = params.order.next_row(row, up);
-    up = !up;
+    if (walk.strips == 0) return;
+    request_chunk(params, walk.row, walk.chunk, to, full, policy);
+    walk.next();
   }
 };
 

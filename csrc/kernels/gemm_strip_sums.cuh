@@ -39,6 +39,27 @@ struct StripOrder {
   }
 };
 
+/// What one warp requests, in order: of each strip of the block its chunks of columns, kWarps apart.
+struct ChunkWalk {
+  const StripOrder& order;
+  int chunks, warp, strips, chunk, row;
+  bool up;
+
+  __device__ ChunkWalk(const StripOrder& order, int chunks, int warp)
+      : order(order), chunks(chunks), warp(warp),
+        strips(warp < chunks ? order.strips(blockIdx.x) : 0), chunk(warp),
+        row(order.first_row(blockIdx.x)), up(false) {}
+
+  __device__ void next() {
+    chunk += kWarps;
+    if (chunk < chunks) return;
+    chunk = warp;
+    --strips;
+    row = order.next_row(row, up);
+    up = !up;
+  }
+};
+
 /// Items of a product's strips.
 inline int strip_items(const GemmParams& p) {
   return ceil_div(p.N, kStripRows) / (is_gated(p.activation) ? 2 : 1);

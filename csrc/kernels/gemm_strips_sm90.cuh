@@ -165,32 +165,23 @@ __device__ void multiply_fp8(const char* weight, const char* x, int at, Sums& su
   }
 }
 
-/// What one warp requests, in order: of each strip of the block its chunks, kWarps apart.
 template <WeightFormat kFormat>
 struct Requests {
   const StripsParams& params;
   std::uint64_t policy;
-  int warp, strips, chunk, row;
-  bool up;
+  ChunkWalk walk;
 
   __device__ Requests(const StripsParams& params, int warp)
-      : params(params), policy(ptx::evict_first()), warp(warp),
-        strips(warp < params.chunks ? params.order.strips(blockIdx.x) : 0), chunk(warp),
-        row(params.order.first_row(blockIdx.x)), up(false) {}
+      : params(params), policy(ptx::evict_first()), walk(params.order, params.chunks, warp) {}
 
   __device__ void next(char* to, std::uint64_t* full) {
-    if (strips == 0) return;
+    if (walk.strips == 0) return;
     ptx::mbarrier_expect(full, kChunkBytes);
 #pragma unroll
     for (int box = 0; box < kBoxes; ++box)
       ptx::copy_matrix(to + box * kBoxBytes, &params.weight, full,
-                       (chunk * kBoxes + box) * kBoxCols<kFormat>, row, policy);
-    chunk += kWarps;
-    if (chunk < params.chunks) return;
-    chunk = warp;
-    --strips;
-    row = params.order.next_row(row, up);
-    up = !up;
+                       (walk.chunk * kBoxes + box) * kBoxCols<kFormat>, walk.row, policy);
+    walk.next();
   }
 };
 
