@@ -5,9 +5,9 @@
 #include "device/launch.cuh"
 #include "device/properties.cuh"
 #include "device/ptx/grid_dependency.cuh"
-#include "device/tensor_map.cuh"
 #include "kernels/attention_decode_merge.cuh"
 #include "kernels/attention_decode_producer.cuh"
+#include "kernels/attention_views.cuh"
 
 /// The Hopper decode kernel and its launch, for the two files that make it of 16-bit and 8-bit
 /// caches.
@@ -134,31 +134,6 @@ __global__ void __launch_bounds__(kConsumerThreads)
 
 // ---- Launch -------------------------------------------------------------------------------------
 
-inline device::TensorView cache_view(const AttentionParams& p, const void* data,
-                                     std::int64_t stride_row, std::int64_t stride_head,
-                                     std::int64_t stride_batch) {
-  const bool paged = p.block_tables != nullptr, packed = p.cu_k != nullptr;
-  return {.dtype = p.kv_dtype,
-          .data = data,
-          .sizes = {p.head_dim,
-                    paged    ? p.block_size
-                    : packed ? p.total_k
-                             : p.max_k,
-                    p.kv_heads,
-                    paged    ? p.num_blocks
-                    : packed ? 1
-                             : p.batch},
-          .strides = {stride_row, stride_head, stride_batch}};
-}
-
-inline device::TensorView keys_of(const AttentionParams& p) {
-  return cache_view(p, p.k, p.stride_k_row, p.stride_k_head, p.stride_k_batch);
-}
-
-inline device::TensorView values_of(const AttentionParams& p) {
-  return cache_view(p, p.v, p.stride_v_row, p.stride_v_head, p.stride_v_batch);
-}
-
 template <class Tile>
 void launch_tiles(const AttentionParams& p, Stream stream) {
   const int rows = std::max(config::max_split_rows(p.max_q, p.heads / p.kv_heads), 1);
@@ -175,6 +150,7 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
   // A box is every other 128 bytes where rows have 256: fetching 256 at a time brings each twice.
   // H200, bf16, 32 sequences of 4k keys, the copies without the products: 139 us, and 131.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  using attention_launch::keys_of, attention_launch::values_of;
   launch.k = device::swizzled_map(keys_of(p), launch.box_rows, kColumns, kPromotion);
   launch.v = device::swizzled_map(values_of(p), launch.box_rows, kColumns, kPromotion);
   launch.max_splits = config::max_decode_splits(p);

@@ -87,14 +87,6 @@ __device__ __forceinline__ void load_lse(const float* from, std::int64_t step, i
   }
 }
 
-template <class T>
-__device__ __forceinline__ void store_scaled(T* to, float4 sum, float factor) {
-  const device::Vec<T, 4> out{
-      {device::from_float<T>(sum.x * factor), device::from_float<T>(sum.y * factor),
-       device::from_float<T>(sum.z * factor), device::from_float<T>(sum.w * factor)}};
-  device::store(to, out);
-}
-
 /// The rows of one sequence and KV head from their splits, two at a time; `warp` of `warps`.
 template <class T>
 __device__ __forceinline__ void merge_splits(const Launch& launch, const Work& work, int splits,
@@ -130,7 +122,7 @@ __device__ __forceinline__ void merge_splits(const Launch& launch, const Work& w
         const device::RowEnd end =
             device::end_of_row(joined[r].largest, joined[r].total, sink);
         T* out = static_cast<T*>(p.out) + attention_tile::out_offset(p, work, row + r);
-        if (column < p.head_dim) store_scaled(out + column, sums[r], end.factor);
+        if (column < p.head_dim) attention_tile::store_scaled(out + column, sums[r], end.factor);
         if (column == 0) attention_tile::store_lse(p, work, row + r, end.lse);
       }
     }

@@ -118,7 +118,7 @@ __global__ void __launch_bounds__(kMergeThreads)
     sum.y = sum.y * keep + weight * values.data[1];
     sum.z = sum.z * keep + weight * values.data[2];
     sum.w = sum.w * keep + weight * values.data[3];
-    store_scaled(out + column, sum, end.factor);
+    attention_tile::store_scaled(out + column, sum, end.factor);
   }
   __syncwarp();  // all lanes have read lse
   if (joined.lane() == 0) *own_lse = end.lse;

@@ -162,13 +162,6 @@ __device__ __forceinline__ float4 joined_sums(const Shared<T, kDim>& shared, int
   return sum;
 }
 
-template <class T>
-__device__ __forceinline__ void store_scaled(T* to, float4 sum, float factor) {
-  const device::Vec<T, 4> out{{device::from_float<T>(sum.x * factor), device::from_float<T>(sum.y * factor),
-                               device::from_float<T>(sum.z * factor), device::from_float<T>(sum.w * factor)}};
-  device::store(to, out);
-}
-
 /// The block's rows: the result if there is one split, a partial otherwise. An empty partial is its lse alone.
 template <class T, int kDim>
 __device__ __forceinline__ void store_block(const SplitParams& params, const Work& work, const Shared<T, kDim>& shared,
@@ -333,19 +326,17 @@ __global__ void __launch_bounds__(kCombineRows* device::kWarpSize)
 namespace attention_launch {
 
 void split(const AttentionParams& p, Stream stream) {
-  const int group = p.heads / p.kv_heads;
   SplitParams params{.attention = p,
                      .max_splits = config::max_split_count(p.head_dim, p.k_scale ? 1 : 2, p.max_k),
-                     .max_rows = std::max(config::max_split_rows(p.max_q, group), 1)};
+                     .max_rows = std::max(config::max_split_rows(p.max_q, p.heads / p.kv_heads), 1)};
   params.row_tiles = ceil_div(params.max_rows, kWarpRows);
   const std::int64_t of_sequence = std::int64_t{params.max_splits} * params.row_tiles * p.kv_heads;
   const std::int64_t blocks = of_sequence * (p.batch + (p.cu_q != nullptr ? 1 : 0));
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     dispatch_at_least<64, 96, 128, 192, 256>(p.head_dim, "attention: head size", [&](auto dim) {
-      device::launch_chained<split_kernel<T, dim>>(dim3(checked_int32(blocks, "attention: blocks")),
-                                                          dim3(kThreads), sizeof(Shared<T, dim>), stream, params,
-                                                          "attention");
+      device::launch_chained<split_kernel<T, dim>>(dim3(checked_int32(blocks, "attention: blocks")), dim3(kThreads),
+                                                   sizeof(Shared<T, dim>), stream, params, "attention");
     });
     if (params.max_splits == 1 || p.batch == 0) return;
     const std::int64_t rows = std::int64_t{p.batch} * p.kv_heads * params.max_rows;

@@ -281,6 +281,15 @@ __device__ __forceinline__ std::int64_t out_offset(const AttentionParams& p, con
   return work.batch * p.stride_out_batch + (query * p.heads + work.head(row)) * p.head_dim;
 }
 
+/// Four columns of a row of the result.
+template <class T>
+__device__ __forceinline__ void store_scaled(T* to, float4 sum, float factor) {
+  const device::Vec<T, 4> out{
+      {device::from_float<T>(sum.x * factor), device::from_float<T>(sum.y * factor),
+       device::from_float<T>(sum.z * factor), device::from_float<T>(sum.w * factor)}};
+  device::store(to, out);
+}
+
 __device__ __forceinline__ void store_lse(const AttentionParams& p, const Work& work, int row, float lse) {
   const std::int64_t query = work.sequence.q_begin + work.query(row);
   p.lse[work.batch * p.stride_lse_batch + work.head(row) * p.stride_lse_head + query] = lse;

@@ -12,7 +12,7 @@ inline device::TensorView cache_of(const AttentionParams& p, const void* data,
                                    std::int64_t stride_row, std::int64_t stride_head,
                                    std::int64_t stride_batch) {
   const bool paged = p.block_tables != nullptr, packed = p.cu_k != nullptr;
-  return {.dtype = p.dtype,
+  return {.dtype = p.kv_dtype,
           .data = data,
           .sizes = {p.head_dim, paged ? p.block_size : packed ? p.total_k : p.max_k, p.kv_heads,
                     paged ? p.num_blocks : packed ? 1 : p.batch},
