@@ -21,7 +21,7 @@ class Linear(Protocol):
 
     @property
     def folded_rows(self) -> int:
-        """Up to so many rows norm and residual add no kernel to the product's."""
+        """Up to so many rows norm and residual add no kernel to the product's on Hopper."""
         ...
 
     def __call__(
@@ -52,16 +52,8 @@ class DenseLinear:
         norm: RmsNorm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        return ops.linear(
-            x,
-            self.weight,
-            self.bias,
-            activation=activation,
-            residual=residual,
-            **_norm_arguments(norm),
-            batch_invariant=self.batch_invariant,
-            weights_ready=True,
-        )
+        fused = _fused(self, activation, norm, residual)
+        return ops.linear(x, self.weight, self.bias, **fused)
 
 
 @dataclass(frozen=True)
@@ -82,16 +74,8 @@ class Int4Linear:
         norm: RmsNorm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        return ops.int4_linear(
-            x,
-            self.weight,
-            self.bias,
-            activation=activation,
-            residual=residual,
-            **_norm_arguments(norm),
-            batch_invariant=self.batch_invariant,
-            weights_ready=True,
-        )
+        fused = _fused(self, activation, norm, residual)
+        return ops.int4_linear(x, self.weight, self.bias, **fused)
 
 
 @dataclass(frozen=True)
@@ -117,22 +101,28 @@ class Fp8Linear:
             codes, x_scale = ops.quantize_fp8(x, "row")
         else:
             codes, x_scale = norm.quantized(x)
+        fused = _fused(self, activation, None, residual)
         return ops.fp8_linear(
-            codes,
-            self.weight,
-            self.scale,
-            self.bias,
-            x_scale=x_scale,
-            out_dtype=x.dtype,
-            activation=activation,
-            residual=residual,
-            batch_invariant=self.batch_invariant,
-            weights_ready=True,
+            codes, self.weight, self.scale, self.bias, x_scale=x_scale, out_dtype=x.dtype, **fused
         )
 
 
-def _norm_arguments(norm: RmsNorm | None) -> dict[str, Any]:
-    return {} if norm is None else {"norm_weight": norm.weight, "norm_eps": norm.eps}
+def _fused(
+    linear: DenseLinear | Int4Linear | Fp8Linear,
+    activation: str | None,
+    norm: RmsNorm | None,
+    residual: Tensor | None,
+) -> dict[str, Any]:
+    """What all products take beside their operands."""
+    fused: dict[str, Any] = {
+        "activation": activation,
+        "residual": residual,
+        "batch_invariant": linear.batch_invariant,
+        "weights_ready": True,
+    }
+    if norm is not None:
+        fused |= {"norm_weight": norm.weight, "norm_eps": norm.eps}
+    return fused
 
 
 def make_linear(
