@@ -40,8 +40,9 @@ def linear(
             ``act(gate) * up``, N / 2 columns.
         residual: of the output's shape; read, added last.
         norm_weight: ``[K]``, dtype of ``x`` or float32: ``rmsnorm(x, norm_weight, norm_eps)``
-            stands for ``x``. It is computed by a kernel of its own ahead of the product and
-            rounded to the dtype of ``x``, as a separate op would.
+            stands for ``x``. A kernel of its own ahead of the product rounds it to the dtype of
+            ``x``, as a separate op would; on Hopper up to 8 rows (int4: 16) it is a part of the
+            product: ``x * norm_weight`` is rounded, and the root divides the sums.
         norm_eps: added to the mean of squares of the norm.
         batch_invariant: a row's result has the same bits whatever the other rows and their number:
             one instruction and one order of K for all, and no library GEMM.
@@ -86,9 +87,11 @@ def int4_linear(
     batch_invariant: bool = False,
     weights_ready: bool = False,
 ) -> Tensor:
-    """:func:`linear` with a 4-bit weight, expanded in registers: ``weight.dequantize()`` exactly.
+    """:func:`linear` with a 4-bit weight: products of what ``weight.dequantize()`` gives.
 
-    On Hopper, more than 64 rows run on wgmma with the weight as the operand in registers.
+    On Hopper, up to 16 rows run on the integer tensor cores: the weight's integers as they are,
+    times ``x`` rounded to within 2**-14 of the largest of 128 neighbours. Elsewhere the weight is
+    expanded in registers, and ``x`` stays as it is.
 
     Args:
         x: ``[..., K]``, the dtype of ``weight.scales`` (float16 or bfloat16; on the CPU float32
@@ -97,9 +100,9 @@ def int4_linear(
         weight: from :func:`pack_int4` or :meth:`Int4Weight.from_quantized`.
         x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
         bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
-            :func:`linear`. With activation order, or a norm, a kernel of its own prepares ``x``.
-            Row counts differ in their kernels on Hopper, so a row has the same bits in every batch
-            with ``batch_invariant`` alone.
+            :func:`linear`. With activation order a kernel of its own prepares ``x``. Row counts
+            differ in their kernels on Hopper, so a row has the same bits in every batch with
+            ``batch_invariant`` alone.
 
     Returns:
         A new contiguous tensor, ``[..., N]`` (gated: ``[..., N / 2]``), dtype of the scales.
@@ -150,7 +153,9 @@ def fp8_linear(
 
     Args:
         x: ``[..., K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded to
-            that dtype, exactly; or float8_e4m3fn with ``x_scale``: both are expanded, exactly, or,
+            that dtype, exactly (on Hopper up to 8 rows bfloat16 is kept as float16 in a power of
+            two that 256 columns share: what is far smaller than its neighbours is rounded); or
+            float8_e4m3fn with ``x_scale``: both are expanded, exactly, or,
             on Hopper with more than 8 rows, multiplied as they are: the tensor cores keep 14 bits
             of a sum of 128 columns (256 of more than 64 rows without scales of columns), which is
             added in float32.
