@@ -16,7 +16,8 @@ from timer import Bench
 TOKENS, HIDDEN = 16384, 2048
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
-DECODE = [(1, 1024), (1, 4096), (1, 8192), (1, 32768), (8, 4096), (32, 4096), (32, 8192)]
+DECODE = [(1, 1024), (1, 4096), (1, 8192), (1, 32768), (8, 4096), (32, 4096), (32, 8192),
+          (128, 4096)]  # fmt: skip
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -96,10 +97,18 @@ def mixed_lengths(total: int) -> list[int]:
 
 
 class Cache:
-    """One layer's paged cache of `batch` sequences of one length, blocks in random order."""
+    """One layer's paged cache of `batch` sequences of one length, blocks in random order; all
+    sequences begin with the same `shared` blocks."""
 
     def __init__(
-        self, device: str, batch: int, length: int, q_len: int, kv: torch.dtype, block: int
+        self,
+        device: str,
+        batch: int,
+        length: int,
+        q_len: int,
+        kv: torch.dtype,
+        block: int,
+        shared: int = 0,
     ) -> None:
         count = -(-length // block)
         shape = (batch * count + 1, KV_HEADS, block, DIM)
@@ -110,6 +119,7 @@ class Cache:
         )
         order = torch.randperm(batch * count, device=device) + 1
         self.tables = order.int().view(batch, count)
+        self.tables[:, :shared] = self.tables[0, :shared].clone()
         self.lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
         self.q = torch.randn(batch * q_len, HEADS, DIM, device=device, dtype=dtype)
         self.cu_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
@@ -170,6 +180,30 @@ def contiguous_decode(
     )  # fmt: skip
 
 
+def prefix(bench: Bench, batch: int, common: int, own: int) -> None:
+    """Decode of sequences over the same keys and some of their own, with the hint and without."""
+    shared = common // BLOCK
+
+    def cache() -> Cache:
+        return Cache(bench.device, batch, common + own, 1, torch.bfloat16, BLOCK, shared)
+
+    sample = cache()
+    fields = {"dtype": str(sample.q.dtype).removeprefix("torch."), "B": batch, "L": common + own,
+              "shared": common, "q_len": 1, "Hq": HEADS, "Hkv": KV_HEADS, "D": DIM,
+              "block": BLOCK}  # fmt: skip
+    counters = torch.zeros(batch * KV_HEADS + 2, dtype=torch.int32, device=bench.device)
+    for impl, blocks in (("ridgeline", shared), ("ridgeline_plain", 0)):
+        bench.measure(
+            op="paged_attention", impl=impl, fields=fields, reads_only=True,
+            chained=bench.device != "cpu",
+            make=lambda: cache().inputs()[:5],
+            call=lambda *inputs, n=blocks: ops.paged_attention(
+                *inputs, shared_blocks=n, max_q=1, counters=counters
+            ),
+            cost=op_cost("paged_attention", *sample.inputs()[:5], shared_blocks=shared),
+        )  # fmt: skip
+
+
 def merge(bench: Bench) -> None:
     def make() -> list[Tensor]:
         sides: list[Tensor] = []
@@ -204,6 +238,7 @@ def main() -> None:
         packed(bench, [4096], "one")
         packed(bench, [2048] * 16, "uniform")
         packed(bench, mixed_lengths(2 * TOKENS), "mixed")
+    prefix(bench, *((2, 128, 64) if bench.device == "cpu" else (64, 8192, 128)))
     merge(bench)
 
 
