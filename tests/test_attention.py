@@ -88,20 +88,28 @@ def test_paged_equals_contiguous(device: str, block: int, q_len: int) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_batched_equals_alone(device: str) -> None:
-    """A sequence's bits do not depend on what else is in the batch, nor on the longest."""
+@pytest.mark.parametrize("invariant", [False, True])
+def test_batched_equals_alone(device: str, invariant: bool) -> None:
+    """A sequence's bits do not depend on what else is in the batch, nor on the longest; outside of
+    batch-invariant mode they may on how many there are: alone is then beside empty ones."""
     lengths, q_lens = [LONG, 65, 1, 200, 0, 64], [1, 65, 1, 20, 0, 5]
     paged = Paged(device, lengths)
     cu_q = torch.tensor([0, *q_lens]).cumsum(0).tolist()
     q = normal(device, cu_q[-1], HEADS, DIM)
-    out, lse = paged.run(q, cu_q)
+    out, lse = paged.run(q, cu_q, batch_invariant=invariant)
     for b, (begin, end) in enumerate(zip(cu_q, cu_q[1:])):
         if begin == end:
             continue
+        tables, seq_lens = paged.tables[b : b + 1], paged.seq_lens[b : b + 1]
+        offsets = ints(device, [0, end - begin])
+        if not invariant:
+            before, after = b, len(lengths) - b - 1
+            tables = paged.tables
+            seq_lens = torch.nn.functional.pad(seq_lens, (before, after))
+            offsets = ints(device, [0] * (before + 1) + [end - begin] * (after + 1))
         alone = ops.paged_attention(
-            q[begin:end], paged.k_cache, paged.v_cache, paged.tables[b : b + 1],
-            paged.seq_lens[b : b + 1], ints(device, [0, end - begin]), return_lse=True,
-            max_q=end - begin,
+            q[begin:end], paged.k_cache, paged.v_cache, tables, seq_lens, offsets,
+            return_lse=True, max_q=end - begin, batch_invariant=invariant,
         )  # fmt: skip
         assert same((out[begin:end], lse[:, begin:end]), alone), f"sequence {b}"
 

@@ -140,7 +140,8 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
   Launch launch{.attention = p};
   launch.block_size = Divisor::of(std::max(p.block_size, 1));
   launch.kv_heads = Divisor::of(p.kv_heads);
-  launch.one = Divisor::of(config::decode_splits(p.kv_heads, config::kDecodeItems));
+  launch.one = Divisor::of(
+      config::decode_splits(p.kv_heads * std::max(p.batch, 1), config::kDecodeItems));
   launch.half = Divisor::of(config::decode_splits(p.kv_heads, 2 * config::kDecodeItems));
   launch.group_size = p.heads / p.kv_heads;
   const int most = std::min(config::kKeyTile, Tile::kKeys);

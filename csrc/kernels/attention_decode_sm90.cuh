@@ -166,7 +166,7 @@ __device__ __forceinline__ int row_blocks(int rows) {
 }
 
 /// The keys that a sequence's queries see: `splits` runs of `keys` from `begin`, a multiple of
-/// kKeyTile, on. A function of the sequence and of the heads alone.
+/// kKeyTile, on. A function of the sequence, the heads and how many sequences there are.
 struct Cut {
   std::int32_t begin, end, keys, splits;
 };
