@@ -177,3 +177,35 @@ def test_the_cache_takes_what_is_left_and_close_gives_it_back(folder: Path):
 def test_float32_is_refused(folder: Path):
     with pytest.raises(ValueError, match='dtype "float32" runs on the CPU only'):
         LLM(folder, device="cuda", dtype="float32")
+
+
+def test_a_long_prefix_in_common_is_read_once(folder: Path, monkeypatch):
+    """The tokens' log-probabilities stay those of each request alone, up to rounding; in
+    batch-invariant mode all bits do."""
+    monkeypatch.setattr("ridgeline.runner._SPARED_BYTES", 1)
+    start = tiny_model.prompt_of(400) + tiny_model.prompt_of(112, 1) + tiny_model.prompt_of(80, 2)
+    prompts = [start + tiny_model.prompt_of(3 + i, i) for i in range(7)]
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+    size = {"max_model_len": 640, "num_blocks": 512}
+
+    def together(**options):
+        with open_llm(folder, **(size | options)) as llm:
+            outputs = [o.outputs[0] for o in llm.generate(prompts, params)]
+            graphs = llm._parts.runner._graphs
+            return outputs, set() if graphs is None else {key[2] for key in graphs._graphs}
+
+    shared, keys = together()
+    assert max(keys) == 32  # of 37 blocks of 16: 512 keys
+    alone, keys = together(max_num_seqs=1)
+    assert keys == {0}
+    for a, b in zip(shared, alone):
+        same = next((i for i in range(12) if a.token_ids[i] != b.token_ids[i]), 12)
+        assert same > 0
+        for i in range(same):
+            token = a.token_ids[i]
+            assert abs(a.logprobs[i][token].logprob - b.logprobs[i][token].logprob) < 0.1
+    assert [o.token_ids for o in shared] == [o.token_ids for o in together()[0]]
+    invariant, keys = together(batch_invariant=True)
+    assert keys == {0}
+    single, _ = together(batch_invariant=True, max_num_seqs=1)
+    assert [o.logprobs for o in invariant] == [o.logprobs for o in single]

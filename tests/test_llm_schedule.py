@@ -12,7 +12,7 @@ import torch
 
 import tiny_model
 from ridgeline import LLM, SamplingParams, ops
-from ridgeline.graphs import DecodeGraphs, GraphKey
+from ridgeline.graphs import DecodeGraphs, GraphKey, shared_bucket
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.linear import DenseLinear
 from ridgeline.models.weights import parameters
@@ -108,7 +108,40 @@ def test_padded_decode_steps_are_those_without_padding(folder: Path, params, alo
         assert tokens(llm, PROMPTS, params) == alone
         assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:3], several)] == alone[:3]
         assert tokens(llm, PROMPTS[0], params) == alone[:1]
-        assert runner._graphs.used >= {(8, 8), (1, 1)}
+        assert runner._graphs.used >= {(8, 8, 0), (1, 1, 0)}
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "padded"])
+def test_blocks_in_common_are_named_to_attention(folder: Path, graphs: bool, monkeypatch):
+    """The op on the CPU checks that all sequences have them."""
+    start = tiny_model.prompt_of(16 * 9)
+    prompts = [start + tiny_model.prompt_of(3, i) for i in range(5)]
+    with open_llm(folder, enable_prefix_caching=False) as llm:
+        expected = tokens(llm, prompts, GREEDY)
+    monkeypatch.setattr("ridgeline.runner._SPARED_BYTES", 1)
+    given, attention = set(), ops.paged_attention
+
+    def noted(*args, shared_blocks, **options):
+        given.add(shared_blocks)
+        return attention(*args, shared_blocks=shared_blocks, **options)
+
+    monkeypatch.setattr(ops, "paged_attention", noted)
+    with open_llm(folder) as llm:
+        runner = llm._parts.runner
+        if graphs:
+            runner._graphs = EagerGraphs(8, tiny_model.VOCAB, like=runner._model.embedding)
+        assert tokens(llm, prompts, GREEDY) == expected
+        assert given == {0, 8 if graphs else 9}  # a graph for 8, not for each count
+    given.clear()
+    with open_llm(folder, batch_invariant=True) as llm:
+        assert tokens(llm, prompts, GREEDY) == expected
+    assert given == {0}
+
+
+def test_few_counts_of_blocks_get_a_graph():
+    buckets = [shared_bucket(blocks) for blocks in range(2049)]
+    assert all(0 <= n - bucket <= n / 5 for n, bucket in enumerate(buckets))
+    assert len(set(buckets)) <= 8 + 4 * 8 + 1
 
 
 @contextmanager

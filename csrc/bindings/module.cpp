@@ -82,6 +82,7 @@ void bind_batch(py::module_& m) {
       .def_property_readonly("num_rows", &Batch::num_rows)
       .def_readonly("num_decode_tokens", &Batch::num_decode_tokens)
       .def_readonly("max_q", &Batch::max_q)
+      .def_readonly("shared_blocks", &Batch::shared_blocks)
       .def_property_readonly("max_seq_len", &Batch::max_seq_len)
       .def_readonly("seq_ids", &Batch::seq_ids)
       .def_readonly("row_seq_ids", &Batch::row_seq_ids)

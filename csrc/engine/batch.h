@@ -47,6 +47,7 @@ struct Batch {
   std::vector<std::int32_t> table_updates;  // row, column, block; no (row, column) twice
   std::vector<BlockCopy> copies;
   std::int32_t num_decode_tokens = 0, max_q = 0;
+  std::int32_t shared_blocks = 0;  // leading blocks of their tables that all sequences have in common
 
   std::int32_t num_tokens() const { return static_cast<std::int32_t>(input_ids.size()); }
   std::int32_t num_seqs() const { return static_cast<std::int32_t>(seq_ids.size()); }

@@ -23,6 +23,7 @@ std::shared_ptr<const Batch> Scheduler::schedule() {
   Step step{.batch = std::make_shared<Batch>(), .first_prefix = blocks_.next_prefix_id()};
   for (const auto& [seq, count] : plan.entries) emit(step, *seq, count);
   if (!plan.preempted) admit_waiting(plan, step);
+  step.batch->shared_blocks = shared_blocks(step);
   // Ghosts leave last: their rows of the device's table are in use until the step has run.
   for (const Member& member : step.members)
     if (member.seq->ghost && member.seq->unborn.empty()) release(*member.seq);

@@ -142,6 +142,7 @@ class Scheduler {
   void fork_children(Step& step, Sequence& parent);
   void add_row(Step& step, Sequence& seq, std::int32_t token, std::int32_t position, bool sample);
   void hold(Step& step, Sequence& seq);
+  std::int32_t shared_blocks(const Step& step) const;
 
   // commit and finish
   void check_commit(const Batch& batch, std::span<const std::int64_t> tokens) const;

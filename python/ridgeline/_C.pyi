@@ -145,6 +145,10 @@ class engine:
         @property
         def max_seq_len(self) -> int: ...
         @property
+        def shared_blocks(self) -> int:
+            """How many leading blocks of their tables all sequences of the step have in common."""
+
+        @property
         def seq_ids(self) -> list[int]:
             """Sequences in batch order (``num_seqs``): decodes, chunks, newly admitted."""
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ridgeline._C import engine
 
-GraphKey = tuple[int, int]
-"""Token bucket, logits-row bucket: all that a captured decode step depends on."""
+GraphKey = tuple[int, int, int]
+"""Token bucket, logits-row bucket, shared blocks: all that a captured decode step depends on."""
 
 _STAGES = 2  # one is written while the other may still be copied
 _ALIGNMENT = 4
@@ -93,10 +93,10 @@ class DecodeGraphs:
         self.logits = like.new_empty((max_num_seqs, vocab))
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
-    def key(self, tokens: int) -> GraphKey | None:
+    def key(self, tokens: int, shared_blocks: int) -> GraphKey | None:
         """The smallest bucket that holds a decode step of ``tokens``, or None."""
         bucket = next((size for size in self.buckets if size >= tokens), None)
-        return None if bucket is None else (bucket, bucket)
+        return None if bucket is None else (bucket, bucket, shared_bucket(shared_blocks))
 
     def run(self, key: GraphKey, compute: Callable[[], Tensor]) -> Tensor:
         """The logits that ``compute`` returns, at their fixed place.
@@ -131,3 +131,10 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
     """Batch sizes that get a graph: few enough to capture, close enough to waste little."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 64)]
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+
+
+def shared_bucket(blocks: int) -> int:
+    """The most blocks up to ``blocks`` that get a graph: four counts an octave, so that prefixes
+    of all lengths need few graphs and at most a fifth of one is read for each sequence anew."""
+    shift = max(blocks.bit_length() - 3, 0)
+    return blocks >> shift << shift

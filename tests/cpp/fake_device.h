@@ -56,6 +56,10 @@ class FakeDevice {
     update_table(at(engine::Section::kTableUpdates));
     copy_blocks(at(engine::Section::kCopies));
     writer_.clear();
+    const auto rows_of_table = at(engine::Section::kTableRows);
+    for (const std::int32_t row : rows_of_table)
+      for (std::int32_t i = 0; i < batch.shared_blocks; ++i)
+        expect_equal(table_.at(row * columns_ + i), table_.at(rows_of_table[0] * columns_ + i));
     const auto starts = at(engine::Section::kCuQ);
     for (std::size_t i = 0; i + 1 < starts.size(); ++i)
       compute(at(engine::Section::kTableRows)[i], at(engine::Section::kSeqLens)[i],

@@ -286,12 +286,30 @@ void bad_configurations_are_refused() {
   expect_error(with([](auto& c) { c.num_blocks = 1; }), "num_blocks must be at least 2");
 }
 
+void the_blocks_that_all_have_in_common_are_counted() {
+  Driver driver(config());
+  driver.add({0}, count_from(10, 14), 9);
+  expect_equal(driver.step()->shared_blocks, 0);  // alone
+  driver.add({1}, count_from(10, 13), 9);
+  auto longer = count_from(10, 8);
+  longer.insert(longer.end(), {1, 2, 3, 4, 5, 6});
+  driver.add({2}, longer, 6);
+  expect_equal(driver.step()->shared_blocks, 2);  // 3 of 0 and 1
+  driver.add({3}, {7}, 2);
+  expect_equal(driver.step()->shared_blocks, 0);
+  while (driver.finished.count(3) == 0) driver.step();
+  expect_equal(driver.step()->shared_blocks, 2);
+  while (driver.finished.count(2) == 0) driver.step();
+  expect_equal(driver.step()->shared_blocks, 3);
+}
+
 }  // namespace
 }  // namespace ridgeline::engine
 
 int main() {
   using namespace ridgeline::engine;
   return ridgeline::testing::run({
+      {"blocks in common", the_blocks_that_all_have_in_common_are_counted},
       {"prompts and decodes share a step", prompts_and_decodes_share_a_step},
       {"long prompts are chunked", long_prompts_are_chunked},
       {"decodes go ahead of chunks", decodes_go_ahead_of_chunks},

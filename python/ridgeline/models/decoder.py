@@ -25,6 +25,7 @@ class StepInputs:
         block_tables: ``[seqs, max_blocks]``.
         max_q: the most tokens of one sequence.
         counters: of :func:`ridgeline.ops.paged_attention`, for any step of the model.
+        shared_blocks: leading blocks of their tables that all sequences have in common.
     """
 
     input_ids: Tensor
@@ -35,6 +36,7 @@ class StepInputs:
     block_tables: Tensor
     max_q: int
     counters: Tensor | None = None
+    shared_blocks: int = 0
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ class Decoder:
             k_scale=scales[0],
             v_scale=scales[1],
             counters=inputs.counters,
+            shared_blocks=inputs.shared_blocks,
         )
         assert isinstance(out, Tensor)
         return out.view(tokens, heads * dim)
