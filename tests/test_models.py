@@ -15,7 +15,9 @@ import tiny_model
 from ridgeline.kv_cache import KVCache, KVCacheLayout
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder, StepInputs
+from ridgeline.models.linear import make_linear
 from ridgeline.models.loader import LoadOptions, load_decoder
+from ridgeline.models.norms import RmsNorm
 from ridgeline.models.rope import RopeConfig, cos_sin_table, inverse_frequencies
 from tiny_model import one_thread  # noqa: F401
 
@@ -91,6 +93,19 @@ def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(tmp_pat
         theirs = model.to(torch.bfloat16)(torch.tensor([prompt])).logits[0].float()
     ours = logits_of(load(tmp_path, torch.bfloat16), prompt, torch.bfloat16).float()
     assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()
+
+
+def test_fp8_products_meet_the_same_codes_whoever_makes_them():
+    """Few tokens are normed in the product's call, many in the pass that adds to the residual."""
+    generator = torch.Generator().manual_seed(7)
+    x, residual, weight = (torch.randn(n, 256, generator=generator) for n in (20, 20, 48))
+    linear = make_linear(weight, None, quantization="fp8", batch_invariant=False)
+    norm = RmsNorm(torch.rand(256, generator=generator), 1e-5)
+    total = residual.clone()
+    codes = norm.quantized(x, total)
+    assert torch.equal(total, x + residual)
+    assert torch.equal(linear(codes), linear(total, norm=norm))
+    assert torch.equal(linear(norm.quantized(total)), linear(total, norm=norm))
 
 
 @pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE], ids=["llama3", "linear"])

@@ -12,7 +12,7 @@ from ridgeline import ops
 from ridgeline.kv_cache import KVCache
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.linear import Linear
-from ridgeline.models.norms import Norm, RmsNorm
+from ridgeline.models.norms import Codes, Norm, RmsNorm
 
 
 @dataclass(frozen=True)
@@ -95,19 +95,22 @@ class Decoder:
             residual = residual + embedding(inputs.positions, self.positions)
         if residual.shape[0] <= self.folded_rows:
             return self._folded_states(residual, inputs, cache)
-        x = self.layers[0].attention_norm(residual)
-        following = [layer.attention_norm for layer in self.layers[1:]] + [self.norm]
+        first, *rest = self.layers
+        x = _norm_for(first.qkv, first.attention_norm, residual)
+        following = [(layer.qkv, layer.attention_norm) for layer in rest]
+        following.append((self.head, self.norm))
         for index, layer in enumerate(self.layers):
-            x = layer.output(self._attention(layer, layer.qkv(x), inputs, cache, index))
+            out = layer.output(self._attention(layer, layer.qkv(x), inputs, cache, index))
             if layer.post_attention_norm is not None:
-                x = layer.post_attention_norm(x)
+                out = layer.post_attention_norm(out)
             if self.config.parallel:
-                x = x + self._mlp(layer, layer.mlp_norm(residual))
+                out = out + self._mlp(layer, _norm_for(layer.up, layer.mlp_norm, residual))
             else:
-                x = self._mlp(layer, layer.mlp_norm.add(x, residual))
+                out = self._mlp(layer, _norm_for(layer.up, layer.mlp_norm, out, residual))
             if layer.post_mlp_norm is not None:
-                x = layer.post_mlp_norm(x)
-            x = following[index].add(x, residual)
+                out = layer.post_mlp_norm(out)
+            x = _norm_for(*following[index], out, residual)
+        assert isinstance(x, Tensor)
         return x
 
     @cached_property
@@ -143,7 +146,7 @@ class Decoder:
     def _mlp(
         self,
         layer: Layer,
-        x: Tensor,
+        x: Tensor | Codes,
         *,
         norm: RmsNorm | None = None,
         residual: Tensor | None = None,
@@ -200,3 +203,12 @@ class Decoder:
         )
         assert isinstance(out, Tensor)
         return out.view(tokens, heads * dim)
+
+
+def _norm_for(
+    product: Linear, norm: Norm, x: Tensor, residual: Tensor | None = None
+) -> Tensor | Codes:
+    """``norm(x)``, or ``norm.add(x, residual)``, as the product takes it."""
+    if product.takes_codes and isinstance(norm, RmsNorm):
+        return norm.quantized(x, residual)
+    return norm(x) if residual is None else norm.add(x, residual)

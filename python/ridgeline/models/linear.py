@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from ridgeline import ops
-from ridgeline.models.norms import RmsNorm
+from ridgeline.models.norms import Codes, RmsNorm
 
 QUANTIZATIONS = ("int4", "fp8")
 
@@ -24,9 +24,14 @@ class Linear(Protocol):
         """Up to so many rows norm and residual add no kernel to the product's on Hopper."""
         ...
 
+    @property
+    def takes_codes(self) -> bool:
+        """Whether ``x`` may be ``Codes``: else it would be quantised here."""
+        ...
+
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | Codes,
         activation: str | None = None,
         *,
         norm: RmsNorm | None = None,
@@ -43,15 +48,17 @@ class DenseLinear:
     batch_invariant: bool = False
 
     folded_rows = 8
+    takes_codes = False
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | Codes,
         activation: str | None = None,
         *,
         norm: RmsNorm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
+        assert isinstance(x, Tensor)
         fused = _fused(self, activation, norm, residual)
         return ops.linear(x, self.weight, self.bias, **fused)
 
@@ -65,15 +72,17 @@ class Int4Linear:
     batch_invariant: bool = False
 
     folded_rows = 16
+    takes_codes = False
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | Codes,
         activation: str | None = None,
         *,
         norm: RmsNorm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
+        assert isinstance(x, Tensor)
         fused = _fused(self, activation, norm, residual)
         return ops.int4_linear(x, self.weight, self.bias, **fused)
 
@@ -88,22 +97,30 @@ class Fp8Linear:
     batch_invariant: bool = False
 
     folded_rows = 8
+    takes_codes = True
 
     def __call__(
         self,
-        x: Tensor,
+        x: Tensor | Codes,
         activation: str | None = None,
         *,
         norm: RmsNorm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if norm is None:
-            codes, x_scale = ops.quantize_fp8(x, "row")
-        else:
-            codes, x_scale = norm.quantized(x)
+        if norm is not None:
+            assert isinstance(x, Tensor)
+            x = norm.quantized(x)
+        elif isinstance(x, Tensor):
+            x = Codes(*ops.quantize_fp8(x, "row"), x.dtype)
         fused = _fused(self, activation, None, residual)
         return ops.fp8_linear(
-            codes, self.weight, self.scale, self.bias, x_scale=x_scale, out_dtype=x.dtype, **fused
+            x.values,
+            self.weight,
+            self.scale,
+            self.bias,
+            x_scale=x.scale,
+            out_dtype=x.dtype,
+            **fused,
         )
 
 

@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from ridgeline import ops
+
+
+class Codes(NamedTuple):
+    """``values * scale`` in fp8, in place of a tensor of ``dtype``.
+
+    Attributes:
+        values: float8_e4m3fn ``[tokens, cols]``. scale: float32 ``[tokens, 1]``.
+    """
+
+    values: Tensor
+    scale: Tensor
+    dtype: torch.dtype
 
 
 class Norm(Protocol):
@@ -36,13 +49,23 @@ class RmsNorm:
             x, residual, self.weight, self.eps, offset=self.offset, weights_ready=True
         )
 
-    def quantized(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm as float8_e4m3fn, and the scale of each row."""
-        result = ops.rmsnorm(
-            x, self.weight, self.eps, offset=self.offset, out_quant="fp8", weights_ready=True
-        )
-        assert isinstance(result, tuple)
-        return result
+    def quantized(self, x: Tensor, residual: Tensor | None = None) -> Codes:
+        """The norm, or that of :meth:`add`, in the pass that quantises it."""
+        if residual is None:
+            result = ops.rmsnorm(
+                x, self.weight, self.eps, offset=self.offset, out_quant="fp8", weights_ready=True
+            )
+        else:
+            result = ops.add_rmsnorm(
+                x,
+                residual,
+                self.weight,
+                self.eps,
+                offset=self.offset,
+                out_quant="fp8",
+                weights_ready=True,
+            )
+        return Codes(*result, x.dtype)
 
 
 @dataclass(frozen=True)
