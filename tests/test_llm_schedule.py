@@ -303,5 +303,5 @@ def test_quantised_weights_give_what_their_dequantised_values_give(
 
 
 def test_every_parameter_of_the_spec_is_named_once(folder: Path):
-    names = [name for p in parameters(ModelConfig.from_path(folder)) for name, _ in p.parts]
+    names = [q.name for p in parameters(ModelConfig.from_path(folder)) for q in p.parts]
     assert len(names) == len(set(names))

@@ -232,7 +232,7 @@ def test_published_files_are_read(name: str):
     [
         ("llama", {"sliding_window": 8}, "'llama'.*sliding_window=8; understood are .*vocab_size"),
         ("llama", {"one": 1, "two": [2]}, r"one=1, two=\[2\]; understood"),
-        ("llama", {"quantization_config": {"bits": 4}}, "quantization_config="),
+        ("llama", {"quantization_config": {"bits": 4}}, "quant_method must be one of"),
         ("mistral", {"num_key_value_heads": 4, "layer_types": ["full_attention"]}, "layer_types="),
         ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True"),

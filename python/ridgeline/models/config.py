@@ -14,6 +14,7 @@ from ridgeline.models.rope import RopeConfig, reach, read_ropes
 from ridgeline.models.spec import SameAs, Spec
 from ridgeline.models.specs import spec_of
 from ridgeline.models.values import ConfigValues
+from ridgeline.quant.formats import Format, format_of
 
 DTYPES = {
     "float32": torch.float32,
@@ -72,6 +73,7 @@ class ModelConfig:
     mlp_bias: bool
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    stored_format: Format | None = None
 
     @classmethod
     def from_path(cls, folder: Path) -> ModelConfig:
@@ -141,6 +143,7 @@ class ModelConfig:
             mlp_bias=values.flag(spec.mlp_bias),
             dtype=_dtype(values),
             eos_token_ids=_token_ids(values.get("eos_token_id")),
+            stored_format=_stored_format(values),
         )
         values.refuse_unread(spec.model_type)
         return result
@@ -198,6 +201,15 @@ def _dtype(values: ConfigValues) -> torch.dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {name!r}")
     return DTYPES[name]
+
+
+def _stored_format(values: ConfigValues) -> Format | None:
+    """How the checkpoint is quantised; None: not at all."""
+    newer, older = values.get("quantization_config"), values.get("compression_config")
+    given = newer or older
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(f"quantization_config must be an object, got {given!r}")
+    return None if not given else format_of(given)
 
 
 def _token_ids(value: object) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from ridgeline.models.decoder import Decoder, Layer
 from ridgeline.models.linear import DenseLinear, Linear, make_linear
 from ridgeline.models.norms import LayerNorm, Norm, RmsNorm
 from ridgeline.models.rope import RopeConfig, cos_sin_table
-from ridgeline.models.weights import Checkpoint, Parameter, parameters
+from ridgeline.models.stored_linear import stored_linear
+from ridgeline.models.weights import Checkpoint, Parameter, Part, parameters
+from ridgeline.quant.stored import Weight, dense, stack
 
 _RANDOM_STD = 0.02
 
@@ -47,16 +50,31 @@ def load_decoder(
     ``progress`` is called with the tensors read and their number in all. Raises ValueError
     listing everything that does not fit ``config`` before anything is read.
     """
-    checkpoint = Checkpoint(folder, options.device, config.spec.prefix)
-    checkpoint.check(config)
+    if options.quantization is not None and config.stored_format is not None:
+        raise ValueError(
+            f"quantization must be None for a checkpoint that is quantised already "
+            f"(quantization_config in {folder / 'config.json'}), got {options.quantization!r}"
+        )
+    checkpoint = Checkpoint(folder, options.device, config)
+    checkpoint.check()
 
-    def read(parameter: Parameter) -> Tensor:
+    def one(parameter: Parameter, part: Part) -> Weight:
+        weight = checkpoint.read(part)
+        if parameter.arrange is None:
+            return weight
+        if isinstance(weight, Tensor):
+            return parameter.arrange(weight)
+        return weight.rows(parameter.arrange(torch.arange(part.rows, device=options.device)))
+
+    def read(parameter: Parameter) -> Weight:
+        if not all(checkpoint.is_plain(part) for part in parameter.parts):
+            return stack([one(parameter, part) for part in parameter.parts], options.dtype)
         out = torch.empty(parameter.shape, dtype=options.dtype, device=options.device)
         row = 0
-        for name, _ in parameter.parts:
-            part = parameter.arrange(checkpoint.read(name))
-            out[row : row + len(part)].copy_(part)
-            row += len(part)
+        for part in parameter.parts:
+            values = dense(one(parameter, part), options.dtype)
+            out[row : row + len(values)].copy_(values)
+            row += len(values)
         return out
 
     return _build(config, options, read, progress)
@@ -83,7 +101,7 @@ def random_decoder(
 def _build(
     config: ModelConfig,
     options: LoadOptions,
-    get: Callable[[Parameter], Tensor],
+    get: Callable[[Parameter], Weight],
     progress: Callable[[int, int], None] | None,
 ) -> Decoder:
     """Takes the parameters one by one, so that quantising needs one full matrix at a time."""
@@ -91,17 +109,27 @@ def _build(
     total = len(table)
     cos_sin: dict[RopeConfig, Tensor] = {}
 
-    def take(name: str) -> Tensor:
-        tensor = get(table.pop(name))
+    expanded: dict[str, list[str]] = {}  # why -> the matrices
+
+    def take_stored(name: str) -> Weight:
+        weight = get(table.pop(name))
         if progress is not None:
             progress(total - len(table), total)
-        return tensor
+        return weight
+
+    def take(name: str) -> Tensor:
+        return dense(take_stored(name), options.dtype)
 
     def take_if_there(name: str) -> Tensor | None:
         return take(name) if name in table else None
 
     def linear(name: str) -> Linear:
-        weight, bias = take(f"{name}.weight"), take_if_there(f"{name}.bias")
+        weight, bias = take_stored(f"{name}.weight"), take_if_there(f"{name}.bias")
+        if not isinstance(weight, Tensor):
+            made, reason = stored_linear(weight, bias, options.dtype, options.batch_invariant)
+            if reason is not None:
+                expanded.setdefault(reason, []).append(name)
+            return made
         try:
             return make_linear(
                 weight,
@@ -159,4 +187,10 @@ def _build(
         batch_invariant=options.batch_invariant,
     )
     assert not table, f"never used: {list(table)}"
+    for reason, names in expanded.items():
+        warnings.warn(
+            f"{len(names)} matrices ({names[0]}{', ...' * (len(names) > 1)}) are kept as "
+            f"{options.dtype}: {reason}",
+            stacklevel=2,
+        )
     return decoder

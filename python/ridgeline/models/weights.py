@@ -12,23 +12,52 @@ import torch
 from torch import Tensor
 
 from ridgeline.models.config import ModelConfig
+from ridgeline.quant.formats import TensorInfo
+from ridgeline.quant.stored import Weight
 
 _INDEX = "model.safetensors.index.json"
+_FLOATS = ("BF16", "F16", "F32", "F64")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
 
 
 @dataclass(frozen=True)
-class Parameter:
-    """One tensor of the decoder: the rows of ``parts`` (checkpoint name, shape there), stacked.
+class Part:
+    """A tensor of a checkpoint as its architecture has it.
 
     Attributes:
-        arrange: makes rows of a part as it is stored.
+        rows, columns: of the weight as the decoder uses it; columns 0: a vector.
+        transposed: stored as ``[columns, rows]``.
+    """
+
+    module: str
+    end: str
+    rows: int
+    columns: int
+    transposed: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}.{self.end}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        if not self.columns:
+            return (self.rows,)
+        return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One tensor of the decoder: the rows of ``parts``, stacked.
+
+    Attributes:
+        arrange: the rows of a part as the decoder has them, from those that are stored.
     """
 
     name: str
     shape: tuple[int, ...]
-    parts: tuple[tuple[str, tuple[int, ...]], ...]
-    arrange: Callable[[Tensor], Tensor]
+    parts: tuple[Part, ...]
+    arrange: Callable[[Tensor], Tensor] | None = None
 
 
 def parameters(config: ModelConfig) -> Iterator[Parameter]:
@@ -44,16 +73,15 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
             stored_rows = (rows[0] + spec.position_offset,)
         for i in range(config.num_layers if kind != module else 1):
             for end, width in (("weight", columns), ("bias", 0))[: 1 + bias]:
-                tail = (width,) if width else ()
                 transposed = spec.transposed and kind != module and width > 0
                 yield Parameter(
                     name=f"{module.format(i=i)}.{end}",
-                    shape=(sum(rows), *tail),
+                    shape=(sum(rows), width) if width else (sum(rows),),
                     parts=tuple(
-                        (f"{source.format(i=i)}.{end}", (width, r) if transposed else (r, *tail))
+                        Part(source.format(i=i), end, r, width, transposed)
                         for source, r in zip(sources, stored_rows, strict=True)
                     ),
-                    arrange=torch.t if transposed else _arrangement(kind, config),
+                    arrange=_arrangement(kind, config),
                 )
 
 
@@ -81,13 +109,13 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int, bool]]
     }
 
 
-def _arrangement(kind: str, config: ModelConfig) -> Callable[[Tensor], Tensor]:
+def _arrangement(kind: str, config: ModelConfig) -> Callable[[Tensor], Tensor] | None:
     if kind == "positions":
         return lambda stored: stored[config.spec.position_offset :]
     if kind == "qkv" and config.spec.qkv_by_head:
         shape = (config.num_heads, 3, config.head_dim)
         return lambda stored: stored.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
-    return lambda stored: stored
+    return None
 
 
 class Checkpoint:
@@ -96,53 +124,89 @@ class Checkpoint:
     Args:
         folder: holds ``model.safetensors``, or ``model.safetensors.index.json`` and its shards.
         device: where tensors are read to.
-        prefix: a checkpoint in which no name begins with it leaves it out.
+        config: what the files must hold.
     """
 
-    def __init__(self, folder: Path, device: torch.device, prefix: str = "") -> None:
-        files = _files(folder)
+    def __init__(self, folder: Path, device: torch.device, config: ModelConfig) -> None:
         self._folder = folder
+        self._config = config
         self._file_of: dict[str, Any] = {}
-        for path in files:
+        for path in _files(folder):
             handle = _open(path, device)
             self._file_of.update(dict.fromkeys(handle.keys(), handle))
-        self._missing_prefix = prefix
-        if any(name.startswith(prefix) for name in self._file_of):
-            self._missing_prefix = ""
+        # A checkpoint in which no name begins with the prefix leaves it out.
+        prefix = config.spec.prefix
+        has_prefix = any(name.startswith(prefix) for name in self._file_of)
+        self._missing_prefix = "" if has_prefix else prefix
         self._file_of = {self._missing_prefix + name: file for name, file in self._file_of.items()}
-
-    def check(self, config: ModelConfig) -> None:
-        """All that is missing, left over or of a wrong shape, in one error."""
-        expected = dict(part for parameter in parameters(config) for part in parameter.parts)
-        problems = [f"missing: {name} {list(expected[name])}" for name in expected
-                    if name not in self._file_of]  # fmt: skip
+        self._stored: dict[str, TensorInfo] = {}
         for name, handle in self._file_of.items():
-            if name in expected:
-                shape = tuple(handle.get_slice(self._stored(name)).get_shape())
-                if shape != expected[name]:
-                    problems.append(
-                        f"wrong shape: {name}: expected {list(expected[name])}, got {list(shape)}"
-                    )
-            elif not self._may_be_left_over(name, config):
-                problems.append(f"not part of the architecture: {name}")
+            header = handle.get_slice(self._stored_name(name))
+            self._stored[name] = TensorInfo(tuple(header.get_shape()), str(header.get_dtype()))
+
+    def check(self) -> None:
+        """All that is missing, left over or of a wrong shape, in one error."""
+        parts = [part for parameter in parameters(self._config) for part in parameter.parts]
+        expected: dict[str, tuple[int, ...]] = {}
+        for part in parts:
+            expected |= self._layout(part) or {part.name: part.shape}
+        problems = [f"missing: {name} {list(shape)}" for name, shape in expected.items()
+                    if name not in self._stored]  # fmt: skip
+        for name, (shape, _) in self._stored.items():
+            if name not in expected:
+                if not self._may_be_left_over(name):
+                    problems.append(f"not part of the architecture: {name}")
+            elif shape != expected[name]:
+                problems.append(
+                    f"wrong shape: {name}: expected {list(expected[name])}, got {list(shape)}"
+                )
+        for part in parts:
+            plain = self._layout(part) is None and part.name in self._stored
+            if plain and self._stored[part.name].dtype not in _FLOATS:
+                problems.append(
+                    f"not a floating-point tensor: {part.name} is {self._stored[part.name].dtype}, "
+                    "which config.json gives no quantization_config for"
+                )
         if problems:
             raise ValueError(
                 f"the checkpoint in {self._folder} does not fit its config.json "
-                f"({config.spec.model_type}):\n  " + "\n  ".join(problems)
+                f"({self._config.spec.model_type}):\n  " + "\n  ".join(problems)
             )
 
-    def read(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(self._stored(name))
+    def is_plain(self, part: Part) -> bool:
+        """Whether the tensor is stored unquantised."""
+        return self._layout(part) is None
+
+    def read(self, part: Part) -> Weight:
+        """The weight ``[rows, columns]``, or the vector. Requires: :meth:`check` passed."""
+        if self._layout(part) is None:
+            tensor = self._get(part.name)
+            return tensor.t() if part.transposed else tensor
+        stored_format = self._config.stored_format
+        assert stored_format is not None
+        sizes = part.rows, part.columns
+        return stored_format.read(part.module, *sizes, self._stored, self._get)
+
+    def _layout(self, part: Part) -> dict[str, tuple[int, ...]] | None:
+        """The tensors of a quantised weight; None: it is stored as it is."""
+        stored_format = self._config.stored_format
+        if stored_format is None or not part.columns:
+            return None
+        return stored_format.layout(part.module, part.rows, part.columns, self._stored)
+
+    def _get(self, name: str) -> Tensor:
+        tensor: Tensor = self._file_of[name].get_tensor(self._stored_name(name))
         return tensor
 
-    def _stored(self, name: str) -> str:
+    def _stored_name(self, name: str) -> str:
         return name.removeprefix(self._missing_prefix)
 
-    @staticmethod
-    def _may_be_left_over(name: str, config: ModelConfig) -> bool:
-        tied_head = config.tied_embeddings and name == config.spec.weights["head"][0] + ".weight"
-        ignored = config.spec.ignored
-        return tied_head or name.startswith(ignored) or name.endswith(ignored)
+    def _may_be_left_over(self, name: str) -> bool:
+        spec, stored_format = self._config.spec, self._config.stored_format
+        head = spec.weights["head"][0]
+        tied_head = self._config.tied_embeddings and name == f"{head}.weight"
+        ignored = spec.ignored + (() if stored_format is None else stored_format.ignored)
+        return tied_head or name.startswith(spec.ignored) or name.endswith(ignored)
 
 
 def _open(path: Path, device: torch.device) -> Any:

@@ -1,0 +1,1 @@
+"""Weights that other tools have quantised: how checkpoints store them."""

@@ -1,0 +1,166 @@
+"""Quantised weights as checkpoints mean them: codes and scales, in no op's layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+FP8_BLOCK = 128  # rows and columns that share a scale in the blocks of fp8_linear
+
+
+@dataclass(frozen=True)
+class GroupedCodes:
+    """``value = (q - zero) * scale``, one scale and zero point a row and group of columns.
+
+    Attributes:
+        q: uint8 ``[N, K]``, below ``2 ** bits``.
+        scales: floating ``[groups, N]``.
+        zeros: uint8 ``[groups, N]``; None: ``2 ** (bits - 1)``.
+        group_index: ``[K]``, the group of each column; None: groups of equal size, in order.
+        bits: 4 or 8.
+    """
+
+    q: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    group_index: Tensor | None = None
+    bits: int = 4
+
+    def rows(self, index: Tensor) -> GroupedCodes:
+        """The rows ``index`` of the weight, in this order."""
+        zeros = None if self.zeros is None else self.zeros[:, index]
+        return replace(self, q=self.q[index], scales=self.scales[:, index], zeros=zeros)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """``[N, K]``: the product in float32, rounded once."""
+        groups = self.group_index
+        if groups is None:
+            columns = self.q.shape[1] // max(self.scales.shape[0], 1)
+            groups = torch.arange(self.q.shape[1], device=self.q.device) // max(columns, 1)
+        groups = groups.long()
+        zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros.float()[groups].t()
+        return ((self.q.float() - zeros) * self.scales.float()[groups].t()).to(dtype)
+
+
+@dataclass(frozen=True)
+class ScaledCodes:
+    """``value = code * scale``.
+
+    Attributes:
+        codes: float8_e4m3fn or int8 ``[N, K]``.
+        scale: float32; ``[1]``, ``[N]``, or one a block: ``[ceil(N / b0), ceil(K / b1)]``.
+        block: ``(b0, b1)`` where blocks have scales.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    block: tuple[int, int] | None = None
+
+    def rows(self, index: Tensor) -> ScaledCodes | Expanded:
+        if self.block is not None:
+            values = self.dequantize(torch.float32)[index]
+            return Expanded(values, "rows that are stored in another order share a block's scale")
+        # float8 has no gather on every device.
+        codes = self.codes.view(torch.uint8)[index].view(self.codes.dtype)
+        scale = self.scale[index] if self.scale.numel() > 1 else self.scale
+        return replace(self, codes=codes, scale=scale)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """``[N, K]``: the product in float32, rounded once."""
+        scale = self.scale
+        if self.block is not None:
+            N, K = self.codes.shape
+            scale = scale.repeat_interleave(self.block[0], 0)[:N]
+            scale = scale.repeat_interleave(self.block[1], 1)[:, :K]
+        elif scale.numel() > 1:
+            scale = scale[:, None]
+        return (self.codes.float() * scale).to(dtype)
+
+
+@dataclass(frozen=True)
+class Expanded:
+    """A weight in a format that has no exact counterpart here: its values, and why."""
+
+    values: Tensor
+    reason: str
+
+    def rows(self, index: Tensor) -> Expanded:
+        return replace(self, values=self.values[index])
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        return self.values.to(dtype)
+
+
+Weight = Tensor | GroupedCodes | ScaledCodes | Expanded
+
+
+def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
+    """The weight's values, whatever it is stored as."""
+    return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
+
+
+def rows(weight: Weight, index: Tensor) -> Weight:
+    return weight[index] if isinstance(weight, Tensor) else weight.rows(index)
+
+
+def stack(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
+    """The rows of all parts as one weight; expanded where their formats or scales do not join."""
+    if len(parts) == 1:
+        return parts[0]
+    joined: Weight | None = None
+    if all(isinstance(part, GroupedCodes) for part in parts):
+        joined = _stack_groups([part for part in parts if isinstance(part, GroupedCodes)])
+    elif all(isinstance(part, ScaledCodes) for part in parts):
+        joined = _stack_scaled([part for part in parts if isinstance(part, ScaledCodes)])
+    if joined is not None:
+        return joined
+    values = torch.cat([dense(part, dtype) for part in parts])
+    reasons = {part.reason for part in parts if isinstance(part, Expanded)}
+    if all(isinstance(part, Tensor) for part in parts):
+        return values
+    if all(isinstance(part, Expanded) for part in parts) and len(reasons) == 1:
+        return Expanded(values, reasons.pop())
+    return Expanded(values, "stacked from parts whose formats, groups or column orders differ")
+
+
+def _stack_groups(parts: Sequence[GroupedCodes]) -> GroupedCodes | None:
+    first = parts[0]
+    for part in parts[1:]:
+        same_groups = part.scales.shape[0] == first.scales.shape[0] and part.bits == first.bits
+        if not same_groups or not _same(part.group_index, first.group_index):
+            return None
+    zeros = None
+    if any(part.zeros is not None for part in parts):
+        middle = 1 << (first.bits - 1)
+        zeros = torch.cat(
+            [
+                torch.full_like(p.scales, middle, dtype=torch.uint8) if p.zeros is None else p.zeros
+                for p in parts
+            ],
+            1,
+        )
+    q, scales = torch.cat([p.q for p in parts]), torch.cat([p.scales for p in parts], 1)
+    return replace(first, q=q, scales=scales, zeros=zeros)
+
+
+def _stack_scaled(parts: Sequence[ScaledCodes]) -> ScaledCodes | None:
+    first = parts[0]
+    if any(p.codes.dtype != first.codes.dtype or p.block != first.block for p in parts):
+        return None
+    if first.block is not None:
+        if any(len(part.codes) % first.block[0] for part in parts[:-1]):
+            return None
+        scale = torch.cat([part.scale for part in parts])
+    elif all(part.scale.numel() == 1 and torch.equal(part.scale, first.scale) for part in parts):
+        scale = first.scale
+    else:
+        scale = torch.cat([part.scale.expand(len(part.codes)) for part in parts])
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
+    return replace(first, codes=codes.view(first.codes.dtype), scale=scale)
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))

@@ -1,0 +1,216 @@
+"""Writes checkpoints as quantising tools do: random codes in each tool's own layout.
+
+Every function takes the rows and columns of a weight and gives the tensors that stand for it, under
+the ends of their names, and the values that these mean.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import tiny_model
+
+Written = tuple[dict[str, Tensor], Tensor]
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+GROUP = 32
+
+
+@dataclass(frozen=True)
+class FileFormat:
+    """``write(N, K, generator)``; ``config`` is the ``quantization_config``."""
+
+    name: str
+    config: dict[str, Any]
+    write: Callable[[int, int, torch.Generator], Written]
+    keeps: str = "int4"  # what the loaded layers are: int4, fp8, block fp8, dense
+    model: dict[str, Any] = field(default_factory=dict)
+
+
+def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
+    """Codes side by side in the last dimension as int32, the first in the lowest bits."""
+    count = 32 // bits
+    total = torch.zeros(*codes.shape[:-1], codes.shape[-1] // count, dtype=torch.int64)
+    for i in range(count):
+        total |= codes[..., (i if order is None else order[i]) :: count].long() << (bits * i)
+    return torch.where(total >= 2**31, total - 2**32, total).int()
+
+
+def grouped(
+    N: int, K: int, groups: int, bits: int, zero_point: bool, draw: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes ``[N, K]``, scales and zero points ``[groups, N]``; every code occurs."""
+    q = torch.randint(0, 1 << bits, (N, K), generator=draw)
+    scales = ((torch.rand(groups, N, generator=draw) + 0.5) * 0.9 / (1 << bits)).half()
+    zeros = torch.full((groups, N), 1 << (bits - 1))
+    if zero_point:
+        zeros = torch.randint(0, 1 << bits, (groups, N), generator=draw)
+    return q, scales, zeros
+
+
+def values(q: Tensor, scales: Tensor, zeros: Tensor, group_of: Tensor) -> Tensor:
+    return (q - zeros[group_of].t()).float() * scales.float()[group_of].t()
+
+
+def gptq(
+    group: int = GROUP, *, bits: int = 4, version: int = 1, zero_point: bool = True,
+    order: bool = False, g_idx: bool = True,
+) -> FileFormat:  # fmt: skip
+    # Tools give the parts of one product the same order: they have the same inputs.
+    def write(N: int, K: int, draw: torch.Generator) -> Written:
+        columns = K if group == -1 else group
+        index = torch.arange(K) // columns
+        if order:
+            index = index[torch.randperm(K, generator=torch.Generator().manual_seed(K))]
+        q, scales, zeros = grouped(N, K, K // columns, bits, zero_point, draw)
+        tensors = {
+            "qweight": words(q, bits).t().contiguous(),
+            "qzeros": words((zeros - int(version == 1)) % (1 << bits), bits),
+            "scales": scales,
+        }
+        if g_idx:
+            tensors["g_idx"] = index.int()
+        return tensors, values(q, scales, zeros, index)
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": order}
+    if version == 2:
+        config["checkpoint_format"] = "gptq_v2"
+    name = f"gptq v{version}, {bits} bits, groups of {group}"
+    name += f"{', act-order' * order}{', symmetric' * (not zero_point)}"
+    return FileFormat(name, config, write, "int4" if bits == 4 else "dense")
+
+
+def awq(group: int = GROUP) -> FileFormat:
+    def write(N: int, K: int, draw: torch.Generator) -> Written:
+        columns = K if group == -1 else group
+        q, scales, zeros = grouped(N, K, K // columns, 4, True, draw)
+        tensors = {
+            "qweight": words(q.t().contiguous(), 4, AWQ_ORDER),
+            "qzeros": words(zeros, 4, AWQ_ORDER),
+            "scales": scales,
+        }
+        return tensors, values(q, scales, zeros, torch.arange(K) // columns)
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True}
+    return FileFormat(f"awq, groups of {group}", config | {"version": "gemm"}, write)
+
+
+def compressed_packed(
+    group: int | None = GROUP, *, bits: int = 4, zero_point: bool = False, order: bool = False
+) -> FileFormat:
+    def write(N: int, K: int, draw: torch.Generator) -> Written:
+        columns = group or K
+        index = torch.arange(K) // columns
+        if order:
+            index = index[torch.randperm(K, generator=torch.Generator().manual_seed(K))]
+        q, scales, zeros = grouped(N, K, K // columns, bits, zero_point, draw)
+        tensors = {
+            "weight_packed": words(q, bits),
+            "weight_scale": scales.t().contiguous(),
+            "weight_shape": torch.tensor([N, K]),
+        }
+        if zero_point:
+            tensors["weight_zero_point"] = words(zeros, bits).t().contiguous()
+        if order:
+            tensors["weight_g_idx"] = index.int()
+        return tensors, values(q, scales, zeros, index)
+
+    weights = {"type": "int", "num_bits": bits, "symmetric": not zero_point}
+    weights |= {"strategy": "group" if group else "channel", "group_size": group}
+    name = f"compressed-tensors, {bits} bits, groups of {group}"
+    name += f"{', zero points' * zero_point}{', act-order' * order}"
+    return compressed(name, "pack-quantized", weights, write, "int4" if bits == 4 else "dense")
+
+
+def compressed(
+    name: str, form: str, weights: dict[str, Any],
+    write: Callable[[int, int, torch.Generator], Written], keeps: str,
+) -> FileFormat:  # fmt: skip
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
+    return FileFormat(name, config | {"ignore": ["lm_head"]}, write, keeps)
+
+
+def _fp8(N: int, K: int, draw: torch.Generator) -> Tensor:
+    return torch.randn(N, K, generator=draw).mul(100).clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def fp8_rows(N: int, K: int, draw: torch.Generator) -> Written:
+    codes, scale = _fp8(N, K, draw), torch.rand(N, 1, generator=draw) * 0.003 + 0.001
+    tensors = {"weight": codes, "weight_scale": scale, "input_scale": torch.ones(1)}
+    return tensors, codes.float() * scale
+
+
+def fp8_tensor(N: int, K: int, draw: torch.Generator) -> Written:
+    codes, scale = _fp8(N, K, draw), torch.rand((), generator=draw) * 0.003 + 0.001
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def fp8_blocks(block: int) -> Callable[[int, int, torch.Generator], Written]:
+    def write(N: int, K: int, draw: torch.Generator) -> Written:
+        codes = _fp8(N, K, draw)
+        scale = torch.rand(-(-N // block), -(-K // block), generator=draw) * 0.003 + 0.001
+        whole = scale.repeat_interleave(block, 0)[:N].repeat_interleave(block, 1)[:, :K]
+        return {"weight": codes, "weight_scale_inv": scale}, codes.float() * whole
+
+    return write
+
+
+def int8_rows(N: int, K: int, draw: torch.Generator) -> Written:
+    codes = torch.randint(-127, 128, (N, K), generator=draw).to(torch.int8)
+    scale = torch.rand(N, 1, generator=draw) * 0.005 + 0.001
+    return {"weight": codes, "weight_scale": scale}, codes.float() * scale
+
+
+def bitsandbytes(N: int, K: int, draw: torch.Generator) -> Written:
+    codes = torch.randint(-127, 128, (N, K), generator=draw).to(torch.int8)
+    largest = torch.rand(N, generator=draw) + 0.2
+    tensors = {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, codes.float() * (largest * (1 / 127))[:, None]
+
+
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
+FORMATS = [
+    awq(), awq(64), awq(128), awq(-1),
+    gptq(), gptq(128, version=2), gptq(-1, zero_point=False, g_idx=False),
+    gptq(order=True), gptq(64, version=2, order=True, zero_point=False), gptq(bits=8),
+    compressed_packed(), compressed_packed(128, zero_point=True), compressed_packed(None),
+    compressed_packed(order=True, zero_point=True), compressed_packed(64, bits=8),
+    compressed("compressed-tensors, int8", "int-quantized",
+               {"type": "int", "num_bits": 8, "strategy": "channel"}, int8_rows, "dense"),
+    compressed("compressed-tensors, fp8 rows", "float-quantized",
+               {"type": "float", "num_bits": 8, "strategy": "channel"}, fp8_rows, "fp8"),
+    FileFormat("fp8, one scale a tensor",
+               {"quant_method": "fp8", "activation_scheme": "static"}, fp8_tensor, "fp8"),
+    FileFormat("fp8, blocks", BLOCKS | {"weight_block_size": [128, 128]}, fp8_blocks(128),
+               "block fp8", {"num_key_value_heads": 4}),
+    FileFormat("fp8, blocks that no product takes", BLOCKS | {"weight_block_size": [64, 64]},
+               fp8_blocks(64), "dense"),
+    FileFormat("bitsandbytes int8", {"quant_method": "bitsandbytes", "load_in_8bit": True},
+               bitsandbytes, "dense"),
+]  # fmt: skip
+
+
+def save(folder: Path, kind: FileFormat, **overrides: Any) -> PreTrainedModel:
+    """A Llama whose layers are quantised; transformers' model has the values that they mean."""
+    shape = {"hidden_size": 128, "intermediate_size": 256} | kind.model | overrides
+    model = tiny_model.save_llama(folder, **shape)
+    path, draw = folder / "model.safetensors", torch.Generator().manual_seed(1)
+    tensors = load_file(path)
+    state = model.state_dict()
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        written, meant = kind.write(*tensors.pop(name).shape, draw)
+        tensors |= {f"{name.removesuffix('weight')}{end}": t for end, t in written.items()}
+        state[name].copy_(meant)
+    save_file(tensors, path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": kind.config}))
+    return model

@@ -1,0 +1,230 @@
+"""Checkpoints that other tools quantised have the values that they mean, to the bit."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import quantized_files
+import tiny_model
+from quantized_files import FORMATS, FileFormat
+from ridgeline import LLM, SamplingParams
+from ridgeline.models.config import ModelConfig
+from ridgeline.models.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
+from ridgeline.models.loader import LoadOptions, load_decoder
+from ridgeline.models.stored_linear import BlockFp8Linear
+from ridgeline.quant.stored import GroupedCodes, ScaledCodes, stack
+from test_models import load, logits_of
+from tiny_model import one_thread  # noqa: F401
+
+KINDS = {"int4": Int4Linear, "fp8": Fp8Linear, "block fp8": BlockFp8Linear, "dense": DenseLinear}
+PARTS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "output": ("self_attn.o_proj",),
+    "up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+PROMPT = tiny_model.prompt_of(20)
+
+
+@pytest.fixture(scope="module", params=FORMATS, ids=lambda kind: kind.name)
+def saved(request, tmp_path_factory) -> tuple[FileFormat, Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("quantized")
+    return request.param, folder, quantized_files.save(folder, request.param)
+
+
+def values_of(linear: Linear, dtype: torch.dtype) -> Tensor:
+    if isinstance(linear, Int4Linear):
+        return linear.weight.dequantize()
+    if isinstance(linear, Fp8Linear):
+        return ScaledCodes(linear.weight, linear.scale.reshape(-1)).dequantize(dtype)
+    if isinstance(linear, BlockFp8Linear):
+        return ScaledCodes(linear.weight, linear.scale, (128, 128)).dequantize(dtype)
+    assert isinstance(linear, DenseLinear)
+    return linear.weight
+
+
+@pytest.mark.filterwarnings("ignore:.* matrices .* are kept as")
+def test_weights_are_the_dequantised_ones_to_the_bit(saved):
+    kind, folder, model = saved
+    state = model.state_dict()
+    # float16 is what the scales are stored in, so that nothing is rounded but the values.
+    for dtype in (torch.float32, torch.float16):
+        decoder = load(folder, dtype)
+        for i, layer in enumerate(decoder.layers):
+            for name, parts in PARTS.items():
+                linear = getattr(layer, name)
+                assert type(linear) is KINDS[kind.keeps]
+                meant = torch.cat([state[f"model.layers.{i}.{part}.weight"] for part in parts])
+                assert torch.equal(values_of(linear, dtype), meant.to(dtype)), (i, name)
+
+
+def rounded_inputs(columns: int | None):
+    """A hook that rounds inputs to fp8, with a scale a token and ``columns`` (None: all)."""
+
+    def hook(_, inputs: tuple[Tensor]) -> Tensor:
+        (x,) = inputs
+        groups = x.unflatten(-1, (-1, columns or x.shape[-1]))
+        scale = groups.abs().amax(-1, keepdim=True) / 448
+        return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
+
+    return hook
+
+
+@pytest.mark.filterwarnings("ignore:.* matrices .* are kept as")
+def test_logits_are_those_of_the_dequantised_model(saved):
+    kind, folder, model = saved
+    hooks = []
+    if "fp8" in kind.keeps:  # inputs are rounded to 8 bits too
+        columns = 128 if kind.keeps == "block fp8" else None
+        for name, module in model.named_modules():
+            if name.endswith("_proj"):
+                hooks.append(module.register_forward_pre_hook(rounded_inputs(columns)))
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    for hook in hooks:
+        hook.remove()
+    actual = logits_of(load(folder), PROMPT, torch.float32)
+    if hooks:  # an input between two codes may fall to either
+        assert (actual - expected).norm() < 0.03 * expected.norm()
+    else:
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_what_is_not_kept_in_its_format_is_said(saved):
+    kind, folder, _ = saved
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        load(folder)
+    said = [str(w.message) for w in caught if "matrices" in str(w.message)]
+    assert bool(said) == (kind.keeps == "dense")
+    for message in said:
+        assert "8 matrices (layers.0.qkv, ...) are kept as torch.float32: " in message
+
+
+def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path):
+    model = quantized_files.save(tmp_path, quantized_files.gptq(order=True))
+    with LLM(tmp_path, device="cpu", num_blocks=4, max_num_seqs=2) as llm:
+        (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=6))
+    assert output.outputs[0].token_ids == tiny_model.greedy(model, PROMPT, 6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "kind",
+    [quantized_files.awq(64), quantized_files.gptq(order=True), FORMATS[-3]],
+    ids=lambda kind: kind.name,
+)
+def test_the_gpu_computes_what_the_cpu_does(tmp_path: Path, kind: FileFormat):
+    quantized_files.save(tmp_path, kind)
+    cpu = logits_of(load(tmp_path), PROMPT, torch.float32)
+    gpu = logits_of(load(tmp_path, torch.float16, "cuda"), PROMPT, torch.float16).float().cpu()
+    assert (gpu - cpu).norm() < 0.03 * cpu.norm()
+
+
+def test_parts_of_different_orders_are_expanded(tmp_path: Path):
+    kind = quantized_files.gptq(order=True)
+    model = quantized_files.save(tmp_path, kind)
+    path, name = tmp_path / "model.safetensors", "model.layers.0.self_attn.k_proj"
+    tensors = load_file(path)
+    order = torch.arange(128).flip(0)
+    index = tensors[f"{name}.g_idx"][order]
+    tensors[f"{name}.g_idx"] = index
+    save_file(tensors, path)
+    with pytest.warns(UserWarning, match=r"1 matrices \(layers.0.qkv\).*column orders differ"):
+        decoder = load(tmp_path)
+    q_rows = model.model.layers[0].self_attn.q_proj.weight
+    assert torch.equal(values_of(decoder.layers[0].qkv, torch.float32)[:128], q_rows)
+
+
+def test_a_layer_left_as_it_was_is_read_so(tmp_path: Path):
+    """Which layers are quantised is in the file; the lists in the configuration have dialects."""
+    model = quantized_files.save(tmp_path, quantized_files.awq())
+    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.down_proj"
+    tensors = load_file(path)
+    for end in ("qweight", "qzeros", "scales"):
+        del tensors[f"{name}.{end}"]
+    tensors[f"{name}.weight"] = model.model.layers[1].mlp.down_proj.weight.detach().clone()
+    save_file(tensors, path)
+    layer = load(tmp_path).layers[1]
+    assert isinstance(layer.down, DenseLinear) and isinstance(layer.up, Int4Linear)
+
+
+def test_tensors_that_do_not_fit_the_format_are_all_listed(tmp_path: Path):
+    quantized_files.save(tmp_path, quantized_files.gptq())
+    path, name = tmp_path / "model.safetensors", "model.layers.0.self_attn"
+    tensors = load_file(path)
+    del tensors[f"{name}.q_proj.scales"], tensors[f"{name}.k_proj.qweight"]
+    tensors[f"{name}.v_proj.qzeros"] = torch.zeros(1, 8, dtype=torch.int32)
+    tensors["model.norm.weight"] = torch.zeros(128, dtype=torch.int8)
+    save_file(tensors, path)
+    with pytest.raises(ValueError) as caught:
+        load(tmp_path)
+    for line in (
+        f"missing: {name}.q_proj.scales [4, 128]",
+        f"missing: {name}.k_proj.weight [64, 128]",
+        f"not part of the architecture: {name}.k_proj.g_idx",
+        f"wrong shape: {name}.v_proj.qzeros: expected [4, 8], got [1, 8]",
+        "not a floating-point tensor: model.norm.weight is I8",
+    ):
+        assert line in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"quant_method": "aqlm"}, "quant_method must be one of awq, .*gptq, got 'aqlm'"),
+        ({}, "got None"),
+        ({"quant_method": "gptq", "bits": 3}, r"bits must be one of 4, 8, got 3"),
+        ({"quant_method": "gptq", "group_size": 0}, "group_size must be positive or -1, got 0"),
+        ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format.*'marlin'"),
+        ({"quant_method": "gptq", "dynamic": {"-:x": {}}}, "dynamic"),
+        ({"quant_method": "awq", "version": "gemv"}, "version must be one of .*got 'gemv'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "a block must be two sizes"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int8 .* is read, not 4 bits"),
+        ({"quant_method": "compressed-tensors"}, "config_groups must quantise all"),
+        (
+            {"quant_method": "compressed-tensors", "sparsity_config": {"format": "bitmask"}},
+            "sparsity 'bitmask' is not read",
+        ),
+    ],
+)
+def test_a_scheme_that_is_not_read_is_refused(config, message: str):
+    shape = {
+        "model_type": "llama", "vocab_size": 100, "hidden_size": 64, "intermediate_size": 128,
+        "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 64,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_dict(shape | {"quantization_config": config | {"": 0}})
+
+
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path):
+    quantized_files.save(tmp_path, quantized_files.awq())
+    options = LoadOptions(torch.device("cpu"), torch.float32, 64, quantization="fp8")
+    with pytest.raises(ValueError, match="quantization must be None .*got 'fp8'"):
+        load_decoder(ModelConfig.from_path(tmp_path), tmp_path, options)
+
+
+def test_weights_without_a_scheme_must_be_floats(tmp_path: Path):
+    quantized_files.save(tmp_path, FORMATS[-1])
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="q_proj.weight is I8, which config.json gives no"):
+        load(tmp_path)
+
+
+def test_symmetric_parts_join_others():
+    q, scales = torch.full((2, 32), 9, dtype=torch.uint8), torch.ones(1, 2)
+    plain, shifted = GroupedCodes(q, scales), GroupedCodes(q, scales, torch.full((1, 2), 5))
+    joined = stack([plain, shifted], torch.float32)
+    assert isinstance(joined, GroupedCodes)
+    assert joined.dequantize(torch.float32)[:, 0].tolist() == [1, 1, 4, 4]
