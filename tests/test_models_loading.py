@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer as Backend
 
 import tiny_model
 from ridgeline import LLM, SamplingParams
+from ridgeline.models.config import ModelConfig
+from ridgeline.models.weights import parameters
 from tiny_model import one_thread  # noqa: F401
 
 INDEX = "model.safetensors.index.json"
@@ -47,6 +52,13 @@ def test_progress_counts_every_tensor(folder: Path):
     open_llm(folder, progress=lambda done, total: seen.append((done, total))).close()
     total = seen[0][1]
     assert seen == [(i + 1, total) for i in range(total)]
+
+
+def test_a_bar_shows_what_is_read(folder: Path, capsys: pytest.CaptureFixture[str]):
+    open_llm(folder, progress=True).close()
+    drawn = capsys.readouterr().err
+    total = len(list(parameters(ModelConfig.from_path(folder))))
+    assert f"\r[{'#' * 24}] {total}/{total} tensors, " in drawn and drawn.endswith(" s\n")
 
 
 def test_missing_files_are_named(tmp_path: Path, folder: Path):
@@ -109,6 +121,75 @@ def test_a_truncated_file_is_named(folder: Path, size: int):
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(ValueError, match=r"model\.safetensors is truncated or not"):
         open_llm(folder)
+
+
+def safetensors(header: dict[str, Any] | bytes, data: bytes, size: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text) if size is None else size) + text + data
+
+
+def floats(*offsets: int, shape: tuple[int, ...] = (2,)) -> dict[str, Any]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+
+
+@pytest.mark.parametrize(
+    "contents",
+    [
+        pytest.param(safetensors({"a": floats(0, 8), "b": floats(4, 12)}, bytes(12)), id="overlap"),
+        pytest.param(safetensors({"a": floats(0, 8), "b": floats(0, 8)}, bytes(8)), id="the same"),
+        pytest.param(safetensors({"a": floats(4, 12)}, bytes(12)), id="a gap"),
+        pytest.param(safetensors({"a": floats(0, 8)}, bytes(400)), id="bytes of no tensor"),
+        pytest.param(safetensors({"a": floats(8, 0)}, bytes(8)), id="an end before its start"),
+        pytest.param(safetensors({"a": floats(0, 8, shape=(3,))}, bytes(8)), id="shape, not bytes"),
+        pytest.param(safetensors({"a": floats(0, 2**63, shape=(2**61,))}, b""), id="no such data"),
+        pytest.param(
+            safetensors({"a": floats(0, 8, shape=(2**62, 2**62))}, bytes(8)), id="size overflows"
+        ),
+        pytest.param(safetensors(b"{}", b"", size=2**62), id="a header of exabytes"),
+        pytest.param(safetensors(b"{}", b"", size=200_000_000), id="a header past the end"),
+        pytest.param(safetensors(b"[" * 100_000, b""), id="a header of brackets"),
+        pytest.param(safetensors(b"\xff\xfe", b""), id="a header that is no text"),
+        pytest.param(b"PK\x03\x04" + bytes(400), id="a pickle under another name"),
+    ],
+)
+def test_a_file_whose_header_lies_is_refused(folder: Path, contents: bytes):
+    (folder / "model.safetensors").write_bytes(contents)
+    with pytest.raises(ValueError, match=r"model\.safetensors is truncated or not"):
+        open_llm(folder)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_values_that_are_not_finite_are_refused_if_asked(folder: Path, value: float):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    names = ["model.layers.0.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight"]
+    for name in names:
+        tensors[name].view(-1)[-1] = value
+    save_file(tensors, path)
+    open_llm(folder).close()
+    with pytest.raises(ValueError, match="not all values are finite in: " + ", ".join(names)):
+        open_llm(folder, check_weights=True)
+
+
+def test_code_of_the_checkpoint_is_not_run_and_that_is_said(folder: Path):
+    tiny_model.edit_json(folder / "config.json", auto_map={"AutoModel": "evil.Model"})
+    (folder / "evil.py").write_text("raise SystemExit")
+    with pytest.warns(UserWarning, match=r"code of its own \(auto_map\): it is not run"):
+        open_llm(folder).close()
+
+
+def test_tokens_beyond_the_embedding_are_refused_with_the_prompt(folder: Path):
+    path = folder / "tokenizer.json"
+    tokenizer = Backend.from_file(str(path))
+    room = tiny_model.VOCAB - tokenizer.get_vocab_size()
+    tokenizer.add_tokens([f"<extra {i}>" for i in range(room + 1)])
+    tokenizer.save(str(path))
+    with pytest.warns(UserWarning, match="tokenizer has 385 tokens, the embedding 384 rows"):
+        llm = open_llm(folder)
+    with llm:
+        llm.generate("the <extra 0>", SamplingParams(max_tokens=1))
+        with pytest.raises(ValueError, match="384"):
+            llm.generate(f"the <extra {room}>", SamplingParams(max_tokens=1))
 
 
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "weights.pt", "model.ckpt"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ class EngineOptions:
     batch_invariant: bool
     enforce_eager: bool
     load_format: str
+    check_weights: bool
     trace: Path | None
 
     def __post_init__(self) -> None:
@@ -66,7 +68,7 @@ class EngineOptions:
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < low:
                 raise ValueError(f"{name} must be at least {low}, got {value}")
-        for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager"):
+        for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager", "check_weights"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
         if not 0 < self.gpu_memory_utilization <= 1:
@@ -125,12 +127,19 @@ def build(
     dtype = _dtype(options.dtype, config, device)
     max_model_len = _max_model_len(options, config)
     tokenizer, no_tokenizer = _tokenizer(folder)
+    if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
+        warnings.warn(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, the embedding {config.vocab_size} "
+            "rows: prompts with a token beyond them are refused",
+            stacklevel=3,
+        )
     load = LoadOptions(
         device=device,
         dtype=dtype,
         max_model_len=max_model_len,
         quantization=options.quantization,
         batch_invariant=options.batch_invariant,
+        check_weights=options.check_weights,
     )
     with torch.no_grad():
         if folder is None or options.load_format == "random":

@@ -11,15 +11,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from ridgeline._prompts import Prompt, params_list, prompt_list, tokenize
 from ridgeline._setup import EngineOptions, Parts, build
 from ridgeline.core import Core
 from ridgeline.outputs import RequestOutput, Stats, StreamOutput
-from ridgeline.progress import ProgressBar
+from ridgeline.progress import LoadingBar, ProgressBar
 from ridgeline.request import Request
 from ridgeline.sampling_params import SamplingParams
-
-Prompt = str | Sequence[int]
-"""Text, or token ids that are taken as they are."""
 
 
 class LLM:
@@ -47,8 +45,10 @@ class LLM:
         batch_invariant: a request's tokens do not depend on what runs beside it, bit for bit.
         enforce_eager: no CUDA graphs.
         load_format: "auto" and "safetensors" read the checkpoint; "random" needs none.
+        check_weights: refuse a checkpoint with NaN or infinity in it, naming the tensors.
         trace: a file for the scheduler's decisions, one JSON object a line.
-        progress: called with the tensors loaded and their number in all.
+        progress: True shows a bar on stderr while loading; a function is called with the tensors
+            loaded and their number in all.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the model folder does not fit.
@@ -77,8 +77,9 @@ class LLM:
         batch_invariant: bool = False,
         enforce_eager: bool = False,
         load_format: str = "auto",
+        check_weights: bool = False,
         trace: str | Path | None = None,
-        progress: Callable[[int, int], None] | None = None,
+        progress: bool | Callable[[int, int], None] = False,
     ) -> None:
         self._parts: Parts | None = None
         self._lock = threading.RLock()
@@ -98,9 +99,12 @@ class LLM:
             batch_invariant=batch_invariant,
             enforce_eager=enforce_eager,
             load_format=load_format,
+            check_weights=check_weights,
             trace=None if trace is None else Path(trace),
         )
-        self._parts = build(model, options, progress)
+        bar = LoadingBar() if progress is True else None
+        callback = bar.update if bar is not None else progress
+        self._parts = build(model, options, callback if callable(callback) else None)
 
     @classmethod
     def from_config(
@@ -213,9 +217,9 @@ class LLM:
     ) -> tuple[deque[StreamOutput], list[Request]]:
         """Queues all prompts, or none if one cannot be served."""
         parts = self._open_parts()
-        items = _prompt_list(prompts)
-        each = _params_list(params, len(items))
-        token_ids = _tokenize(items, parts)
+        items = prompt_list(prompts)
+        each = params_list(params, len(items))
+        token_ids = tokenize(items, parts.tokenizer, parts.no_tokenizer)
         updates: deque[StreamOutput] = deque()
         requests: list[Request] = []
         with self._lock:
@@ -275,49 +279,3 @@ class LLM:
                 for request in requests:
                     if not request.finished:
                         self._parts.core.abort(request.output.request_id)
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__iter__"):
-        raise TypeError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
-    items: list[Any] = list(prompts)
-    if items and not isinstance(items[0], str) and not hasattr(items[0], "__iter__"):
-        return [items]
-    return items
-
-
-def _params_list(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        params = SamplingParams()
-    each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params] * count
-    for one in each:
-        if not isinstance(one, SamplingParams):
-            raise TypeError(f"params must be SamplingParams, or a list of them, got {one!r}")
-    if len(each) != count:
-        raise ValueError(f"params must be one, or one for each of {count} prompts: got {len(each)}")
-    return each
-
-
-def _tokenize(items: list[Prompt], parts: Parts) -> list[list[int]]:
-    texts = [item for item in items if isinstance(item, str)]
-    if texts and parts.tokenizer is None:
-        raise ValueError(f"a prompt is text, but the model has no tokenizer: {parts.no_tokenizer}")
-    encoded = iter(()) if parts.tokenizer is None else parts.tokenizer.encode(texts)
-    return [
-        next(encoded) if isinstance(item, str) else _ids(item, index)
-        for index, item in enumerate(items)
-    ]
-
-
-def _ids(item: Sequence[int], index: int) -> list[int]:
-    try:
-        ids = [token.__index__() for token in item]
-    except (TypeError, AttributeError):
-        raise TypeError(
-            f"prompt {index} must be text or a list of integers, got {item!r}"
-        ) from None
-    return ids

@@ -1,4 +1,4 @@
-"""A progress bar of generation on stderr."""
+"""Progress bars on stderr: of loading and of generation."""
 
 from __future__ import annotations
 
@@ -10,6 +10,32 @@ from ridgeline.outputs import StreamOutput
 
 _WIDTH = 24
 _INTERVAL = 0.1
+
+
+def _live(file: TextIO) -> bool:
+    """Whether what is drawn can be drawn again over it."""
+    return file.isatty() or "ipykernel" in sys.modules
+
+
+class LoadingBar:
+    """One line: tensors read. Drawn once where it cannot be drawn again."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._file = sys.stderr if file is None else file
+        self._interval = _INTERVAL if _live(self._file) else float("inf")
+        self._start = self._drawn = time.perf_counter()
+
+    def update(self, done: int, total: int) -> None:
+        now = time.perf_counter()
+        if done < total and now - self._drawn < self._interval:
+            return
+        self._drawn = now
+        filled = _WIDTH * done // max(total, 1)
+        self._file.write(
+            f"\r[{'#' * filled}{'-' * (_WIDTH - filled)}] {done}/{total} tensors, "
+            f"{now - self._start:.1f} s{chr(10) * (done == total)}"
+        )
+        self._file.flush()
 
 
 class ProgressBar:
@@ -24,8 +50,7 @@ class ProgressBar:
     ) -> None:
         self._requests, self._tokens = requests, tokens
         self._file = sys.stderr if file is None else file
-        live = self._file.isatty() or "ipykernel" in sys.modules
-        self._interval = _INTERVAL if live else float("inf")
+        self._interval = _INTERVAL if _live(self._file) else float("inf")
         self._done = self._count = 0
         self._start = time.perf_counter()
         self._drawn = self._start

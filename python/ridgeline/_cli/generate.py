@@ -77,6 +77,7 @@ def run(options: argparse.Namespace) -> None:
         kv_cache_dtype=options.kv_cache_dtype,
         max_model_len=options.max_model_len,
         trace=options.trace,
+        progress=sys.stderr.isatty(),
     ) as llm:
         loaded = time.perf_counter() - start
         print(f"loaded {options.model} in {loaded:.1f} s", file=sys.stderr)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,6 +82,11 @@ class ModelConfig:
         if not folder.is_dir():
             raise FileNotFoundError(f"model must be a folder with a config.json: {folder} is none")
         values = _read_json(folder / "config.json")
+        if "auto_map" in values:
+            warnings.warn(
+                f"{folder / 'config.json'} names code of its own (auto_map): it is not run",
+                stacklevel=2,
+            )
         generation = folder / "generation_config.json"
         if generation.is_file():
             eos = _read_json(generation).get("eos_token_id")

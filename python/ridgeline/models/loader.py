@@ -17,7 +17,7 @@ from ridgeline.models.norms import LayerNorm, Norm, RmsNorm
 from ridgeline.models.rope import RopeConfig, cos_sin_table
 from ridgeline.models.stored_linear import stored_linear
 from ridgeline.models.weights import Checkpoint, Parameter, Part, parameters
-from ridgeline.quant.stored import Weight, dense, stack
+from ridgeline.quant.stored import Weight, dense, is_finite, stack
 
 _RANDOM_STD = 0.02
 
@@ -30,6 +30,7 @@ class LoadOptions:
         dtype: of everything that is not quantised.
         quantization: None, "int4" or "fp8": of the layers' matrices; embedding and head stay.
         max_model_len: rows of the rotary tables.
+        check_weights: refuse NaN and infinity; reads every tensor once more.
     """
 
     device: torch.device
@@ -37,6 +38,7 @@ class LoadOptions:
     max_model_len: int
     quantization: str | None = None
     batch_invariant: bool = False
+    check_weights: bool = False
 
 
 def load_decoder(
@@ -48,7 +50,8 @@ def load_decoder(
     """Reads the safetensors files of ``folder``, each tensor straight to the device.
 
     ``progress`` is called with the tensors read and their number in all. Raises ValueError
-    listing everything that does not fit ``config`` before anything is read.
+    listing everything that does not fit ``config`` before anything is read, and all tensors that
+    hold NaN or infinity, if that is checked.
     """
     if options.quantization is not None and config.stored_format is not None:
         raise ValueError(
@@ -58,8 +61,12 @@ def load_decoder(
     checkpoint = Checkpoint(folder, options.device, config)
     checkpoint.check()
 
+    broken: list[str] = []
+
     def one(parameter: Parameter, part: Part) -> Weight:
         weight = checkpoint.read(part)
+        if options.check_weights and not is_finite(weight):
+            broken.append(part.name)
         if parameter.arrange is None:
             return weight
         if isinstance(weight, Tensor):
@@ -77,7 +84,10 @@ def load_decoder(
             row += len(values)
         return out
 
-    return _build(config, options, read, progress)
+    decoder = _build(config, options, read, progress)
+    if broken:
+        raise ValueError(f"not all values are finite in: {', '.join(broken)}")
+    return decoder
 
 
 def random_decoder(

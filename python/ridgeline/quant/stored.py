@@ -102,8 +102,16 @@ def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype) if isinstance(weight, Tensor) else weight.dequantize(dtype)
 
 
-def rows(weight: Weight, index: Tensor) -> Weight:
-    return weight[index] if isinstance(weight, Tensor) else weight.rows(index)
+def is_finite(weight: Weight) -> bool:
+    """Whether the weight has neither NaN nor infinity."""
+    if isinstance(weight, GroupedCodes):
+        weight = weight.scales
+    elif isinstance(weight, ScaledCodes):
+        is_int, scale = weight.codes.dtype == torch.int8, weight.scale
+        weight = scale if is_int else weight.dequantize(torch.float32)
+    elif isinstance(weight, Expanded):
+        weight = weight.values
+    return bool(torch.isfinite(weight).all())
 
 
 def stack(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:

@@ -1,0 +1,61 @@
+"""What callers give to generate: prompts as text or token ids, and parameters for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ridgeline.sampling_params import SamplingParams
+from ridgeline.tokenizer import Tokenizer
+
+Prompt = str | Sequence[int]
+"""Text, or token ids that are taken as they are."""
+
+
+def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__iter__"):
+        raise TypeError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
+    items: list[Any] = list(prompts)
+    if items and not isinstance(items[0], str) and not hasattr(items[0], "__iter__"):
+        return [items]
+    return items
+
+
+def params_list(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        params = SamplingParams()
+    each: list[Any] = list(params) if isinstance(params, (list, tuple)) else [params] * count
+    for one in each:
+        if not isinstance(one, SamplingParams):
+            raise TypeError(f"params must be SamplingParams, or a list of them, got {one!r}")
+    if len(each) != count:
+        raise ValueError(f"params must be one, or one for each of {count} prompts: got {len(each)}")
+    return each
+
+
+def tokenize(
+    items: list[Prompt], tokenizer: Tokenizer | None, no_tokenizer: str
+) -> list[list[int]]:
+    """Token ids of each prompt. ``no_tokenizer``: why there is none."""
+    texts = [item for item in items if isinstance(item, str)]
+    if texts and tokenizer is None:
+        raise ValueError(f"a prompt is text, but the model has no tokenizer: {no_tokenizer}")
+    encoded = iter(()) if tokenizer is None else tokenizer.encode(texts)
+    return [
+        next(encoded) if isinstance(item, str) else _ids(item, index)
+        for index, item in enumerate(items)
+    ]
+
+
+def _ids(item: Sequence[int], index: int) -> list[int]:
+    try:
+        ids = [token.__index__() for token in item]
+    except (TypeError, AttributeError):
+        raise TypeError(
+            f"prompt {index} must be text or a list of integers, got {item!r}"
+        ) from None
+    return ids
