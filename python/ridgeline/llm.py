@@ -13,6 +13,7 @@ from typing import Any
 
 from ridgeline._prompts import Prompt, params_list, prompt_list, tokenize
 from ridgeline._setup import EngineOptions, Parts, build
+from ridgeline.chat import Messages
 from ridgeline.core import Core
 from ridgeline.outputs import RequestOutput, Stats, StreamOutput
 from ridgeline.progress import LoadingBar, ProgressBar
@@ -151,6 +152,46 @@ class LLM:
             if bar is not None:
                 bar.close()
         return [request.output for request in requests]
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[Any] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        template_variables: Mapping[str, Any] | None = None,
+        progress: bool | Callable[[StreamOutput], None] = False,
+    ) -> list[RequestOutput]:
+        """Answers conversations, as :meth:`generate` completes prompts.
+
+        Args:
+            messages: one conversation or many: lists of ``{"role": ..., "content": ...}``.
+            tools: schemas of functions, for templates that know tools.
+            chat_template: jinja2 source instead of the model's.
+            add_generation_prompt: the text ends with what begins an answer.
+            template_variables: others that the template reads (``enable_thinking=False``).
+
+        The template runs in jinja2's immutable sandbox, and no longer than two seconds. A special
+        token that a message spells stays text.
+
+        Raises:
+            ValueError: no template or none that ends well; otherwise as :meth:`generate`.
+        """
+        tokenizer = self._open_parts().tokenizer
+        if tokenizer is None:
+            raise ValueError(f"chat needs a tokenizer: {self._open_parts().no_tokenizer}")
+        one = bool(messages) and isinstance(messages[0], Mapping)
+        options = {
+            "tools": tools,
+            "template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "variables": template_variables,
+        }
+        conversations: Sequence[Any] = [messages] if one else messages
+        prompts = [tokenizer.encode_chat(each, **options) for each in conversations]
+        return self.generate(prompts, params, progress=progress) if prompts else []
 
     def stream(
         self,

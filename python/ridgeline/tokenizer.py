@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+from ridgeline.chat import ChatTemplate, Messages
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _CHARACTER_BYTES = 4
@@ -31,6 +34,7 @@ class Tokenizer:
         # A truncation or padding saved in training would silently change prompts.
         self._backend.no_truncation()
         self._backend.no_padding()
+        self._folder = path.parent
 
     @property
     def vocab_size(self) -> int:
@@ -42,6 +46,33 @@ class Tokenizer:
             chunk = list(texts[start : start + _ENCODE_CHUNK])
             for encoding in self._backend.encode_batch(chunk):
                 yield encoding.ids
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The template beside the ``tokenizer.json``."""
+        added = self._backend.get_added_tokens_decoder().values()
+        special = [token.content for token in added if token.special]
+        return ChatTemplate.of_folder(self._folder, special)
+
+    def encode_chat(self, messages: Messages, **options: Any) -> list[int]:
+        """Token ids of a conversation; ``options`` of :meth:`ChatTemplate.render`.
+
+        Special tokens are those that the template writes: one that a message spells stays text.
+        """
+        text, mark = self.chat_template.render(messages, **options)
+        encoding = self._backend.encode(text, add_special_tokens=False)
+        if mark not in text:
+            return list(encoding.ids)
+        kept = []
+        for token, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            covered = text[start:end]
+            if mark not in covered:
+                kept.append(token)
+            elif covered != mark:
+                raise ValueError(
+                    f"a message spells a special token, in {covered.replace(mark, '')!r}"
+                )
+        return kept
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
