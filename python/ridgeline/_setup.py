@@ -17,6 +17,7 @@ from ridgeline.core import Core
 from ridgeline.kv_cache import KV_DTYPES, KVCache, KVCacheLayout, blocks_for_cpu, blocks_for_cuda
 from ridgeline.models.config import DTYPES, ModelConfig
 from ridgeline.models.decoder import Decoder
+from ridgeline.models.gguf import GgufFile, gguf_file
 from ridgeline.models.linear import QUANTIZATIONS
 from ridgeline.models.loader import LoadOptions, load_decoder, random_decoder
 from ridgeline.runner import Runner, StepLimits
@@ -114,7 +115,7 @@ def build(
 ) -> Parts:
     """Checks everything that can be checked before it loads anything."""
     device = _device(options.device)
-    folder = None if isinstance(model, Mapping) else Path(model)
+    folder = gguf = None
     if isinstance(model, Mapping):
         if options.load_format != "random":
             raise ValueError(
@@ -123,7 +124,10 @@ def build(
             )
         config = ModelConfig.from_dict(model)
     else:
-        config = ModelConfig.from_path(Path(model))
+        path = gguf_file(Path(model))
+        gguf = None if path is None else GgufFile(path)
+        folder = Path(model) if path is None else path.parent
+        config = ModelConfig.from_path(folder) if gguf is None else gguf.config()
     dtype = _dtype(options.dtype, config, device)
     max_model_len = _max_model_len(options, config)
     tokenizer, no_tokenizer = _tokenizer(folder)
@@ -145,7 +149,7 @@ def build(
         if folder is None or options.load_format == "random":
             decoder = random_decoder(config, load, options.seed, progress)
         else:
-            decoder = load_decoder(config, folder, load, progress)
+            decoder = load_decoder(config, gguf or folder, load, progress)
         runner, num_blocks, max_model_len = _runner(decoder, options, dtype, max_model_len)
     scheduler = engine.Scheduler(
         num_blocks=num_blocks,

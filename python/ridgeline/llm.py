@@ -27,6 +27,7 @@ class LLM:
     Args:
         model: a folder in Hugging Face layout: ``config.json``, ``*.safetensors``, and
             ``tokenizer.json`` for text (without it prompts are token ids and there is no text).
+            Or a GGUF file, with a ``tokenizer.json`` beside it.
         dtype: "auto", "float32", "float16" or "bfloat16". auto: on the CPU float32; on a GPU the
             checkpoint's own, bfloat16 for float32 ones. float32 runs on the CPU only.
         device: "cpu", "cuda" or "cuda:N"; None: CUDA if it can be used.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder, Layer
+from ridgeline.models.gguf import GgufCheckpoint, GgufFile
 from ridgeline.models.linear import DenseLinear, Linear, make_linear
 from ridgeline.models.norms import LayerNorm, Norm, RmsNorm
 from ridgeline.models.rope import RopeConfig, cos_sin_table
@@ -43,22 +44,26 @@ class LoadOptions:
 
 def load_decoder(
     config: ModelConfig,
-    folder: Path,
+    folder: Path | GgufFile,
     options: LoadOptions,
     progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
-    """Reads the safetensors files of ``folder``, each tensor straight to the device.
+    """Reads the safetensors files of ``folder`` or a GGUF file, each tensor straight to the device.
 
     ``progress`` is called with the tensors read and their number in all. Raises ValueError
     listing everything that does not fit ``config`` before anything is read, and all tensors that
     hold NaN or infinity, if that is checked.
     """
-    if options.quantization is not None and config.stored_format is not None:
+    checkpoint: Checkpoint | GgufCheckpoint
+    if isinstance(folder, GgufFile):
+        checkpoint = GgufCheckpoint(folder, options.device, config)
+    else:
+        checkpoint = Checkpoint(folder, options.device, config)
+    if options.quantization is not None and checkpoint.quantized:
         raise ValueError(
-            f"quantization must be None for a checkpoint that is quantised already "
-            f"(quantization_config in {folder / 'config.json'}), got {options.quantization!r}"
+            "quantization must be None for a checkpoint that is quantised already, "
+            f"got {options.quantization!r}"
         )
-    checkpoint = Checkpoint(folder, options.device, config)
     checkpoint.check()
 
     broken: list[str] = []

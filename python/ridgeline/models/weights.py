@@ -130,6 +130,7 @@ class Checkpoint:
     def __init__(self, folder: Path, device: torch.device, config: ModelConfig) -> None:
         self._folder = folder
         self._config = config
+        self.quantized = config.stored_format is not None
         self._file_of: dict[str, Any] = {}
         for path in _files(folder):
             handle = _open(path, device)
