@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, normalizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import tiny_model
 from ridgeline.tokenizer import Detokenizer, StopStrings, Tokenizer
@@ -70,6 +71,68 @@ def test_pieces_of_a_text_join_to_it_and_never_split_a_character(tokenizer, text
 @given(ids=st.lists(st.integers(0, tiny_model.VOCAB - 1), max_size=60))
 def test_pieces_of_any_tokens_join_to_their_decoding(tokenizer, ids):
     assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def random_vocabulary(seed: int, sentencepiece: bool) -> Backend:
+    """Merges at random, within characters and across them; every byte is a token of its own."""
+    draw = random.Random(seed)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pieces = alphabet if not sentencepiece else [f"<0x{byte:02X}>" for byte in range(256)]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    letters = [*"▁ab日é🙂"] if sentencepiece else [*alphabet[40:60], *byte_level("日é🙂 ab")]
+    known = list(letters)
+    merges = []
+    for letter in letters:
+        vocab.setdefault(letter, len(vocab))
+    for _ in range(60):
+        pair = draw.choice(known), draw.choice(known)
+        if "".join(pair) not in vocab:
+            vocab["".join(pair)] = len(vocab)
+            merges.append(pair)
+            known.append("".join(pair))
+    backend = Backend(models.BPE(vocab, merges, byte_fallback=sentencepiece))
+    if sentencepiece:
+        backend.normalizer = normalizers.Replace(" ", "▁")
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+        backend.decoder = decoders.Sequence(steps)
+    else:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def byte_level(text: str) -> list[str]:
+    ((piece, _),) = pre_tokenizers.ByteLevel(
+        use_regex=False, add_prefix_space=False
+    ).pre_tokenize_str(text)
+    return sorted(set(piece))
+
+
+@given(
+    seed=st.integers(0, 10**6),
+    sentencepiece=st.booleans(),
+    text=st.text(alphabet="ab 日é🙂𓀀\n", max_size=24),
+    stop=st.text(alphabet="ab 日", min_size=1, max_size=3),
+)
+@settings(max_examples=60)
+def test_any_vocabulary_gives_the_text_whole_and_stops_where_it_should(
+    tmp_path_factory, seed: int, sentencepiece: bool, text: str, stop: str
+):
+    path = tmp_path_factory.getbasetemp() / "random_vocabulary.json"
+    random_vocabulary(seed, sentencepiece).save(str(path))
+    tokenizer = Tokenizer(path)
+    (ids,) = tokenizer.encode([text])
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == text
+    assert not any(REPLACEMENT in piece for piece in pieces)
+    stops, shown, found = StopStrings([stop]), "", None
+    for piece in pieces:
+        new, found = stops.push(piece)
+        shown += new
+        if found is not None:
+            break
+    assert (shown if found else shown + stops.finish()) == text.split(stop)[0]
+    assert (found is not None) == (stop in text)
 
 
 def test_a_character_comes_with_its_last_byte(tokenizer):
