@@ -28,12 +28,6 @@ struct PrepareParams {
   std::int64_t stride;  // at least K
 };
 
-struct FinishParams {
-  GemmParams gemm;
-  const void* partials;
-  std::int32_t segments;
-};
-
 // ---- Phases -------------------------------------------------------------------------------------
 
 /// One element of the weight as float32.
@@ -153,33 +147,6 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-/// The epilogue on its own: one thread an element of y. With segments, `partials` is float32
-/// [segments, M, N], added in order; without, a product [M, N] of T that has its bias.
-template <class T>
-__global__ void __launch_bounds__(kThreads)
-    finish_kernel(const __grid_constant__ FinishParams params) {
-  const GemmParams& p = params.gemm;
-  const std::int64_t columns = p.out_cols();
-  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  ptx::launch_dependents();
-  ptx::wait_for_dependencies();
-  if (i >= p.M * columns) return;
-  const std::int64_t m = i / columns, n = i % columns;
-  const auto sum_at = [&](std::int64_t column) {
-    const std::int64_t at = m * p.N + column;
-    if (params.segments == 0) return device::to_float(static_cast<const T*>(params.partials)[at]);
-    const float* partials = static_cast<const float*>(params.partials);
-    float sum = partials[at];
-    for (int s = 1; s < params.segments; ++s) sum += partials[s * p.M * p.N + at];
-    return sum;
-  };
-  if (is_gated(p.activation)) {
-    finish_gated<T>(p, sum_at(n), sum_at(n + columns), m, n);
-  } else {
-    finish<T>(p, sum_at(n), m, n);
-  }
-}
-
 }  // namespace
 
 // ---- Launch -------------------------------------------------------------------------------------
@@ -211,16 +178,6 @@ void launch_prepare(const GemmParams& gemm, void* prepared, std::int64_t stride,
     using T = typename decltype(type)::type;
     device::launch_chained<prepare_kernel<T>>(grid, dim3(kThreads), 0, stream, params,
                                               "linear: prepare");
-  });
-}
-
-void launch_finish(const GemmParams& gemm, const void* partials, int segments, Stream stream) {
-  const FinishParams params{.gemm = gemm, .partials = partials, .segments = segments};
-  const std::int64_t blocks = ceil_div<std::int64_t>(gemm.M * gemm.out_cols(), kThreads);
-  device::dispatch_float(gemm.dtype, [&](auto type) {
-    using T = typename decltype(type)::type;
-    device::launch_chained<finish_kernel<T>>(dim3(checked_int32(blocks, "linear: blocks")),
-                                             dim3(kThreads), 0, stream, params, "linear: epilogue");
   });
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,30 +41,12 @@ class Product(nn.Module):
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
 
 
-_GELU: dict[str, Literal["none", "tanh"]] = {"gelu": "none", "gelu_tanh": "tanh"}
-_MANY_ROWS = 64  # from here on the product is cuBLASLt's, and an activation is a kernel after it
-
-
 def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None, **fused: Any) -> Tensor:
-    """:func:`ops.linear` of a weight at rest, in autocast's dtype where that is on.
-
-    Over many rows an activation is an op of its own: for 8192 rows of 4096 the kernel that ends a
-    library product took about 150 us for GELU, ``bias_gelu`` 34 (H200, bfloat16).
-    """
+    """:func:`ops.linear` of a weight at rest, in autocast's dtype where that is on."""
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    activation = fused.get("activation")
-    apart = activation is not None and fused.get("residual") is None and x.is_cuda
-    if apart and x.shape[:-1].numel() > _MANY_ROWS:
-        if activation == "silu_mul":
-            del fused["activation"]
-            return ops.silu_mul(ops.linear(x, weight, bias, weights_ready=True, **fused))
-        if activation in _GELU and bias is not None:
-            del fused["activation"]
-            product = ops.linear(x, weight, weights_ready=True, **fused)
-            return ops.bias_gelu(product, bias, _GELU[activation], weights_ready=True)
     return ops.linear(x, weight, bias, weights_ready=True, **fused)
 
 
