@@ -243,7 +243,8 @@ def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("N", "K", "segments"), [(4096, 4096, 4), (4096, 14336, 8), (6144, 4096, 4), (28672, 4096, 1)]
+    ("N", "K", "segments"),
+    [(4096, 4096, 6), (4096, 14336, 7), (6144, 4096, 4), (8192, 8192, 3), (28672, 4096, 1)],
 )
 def test_a_cluster_fills_the_machine(N: int, K: int, segments: int) -> None:
     assert plan(64, N, K, hopper=True, format="int4")["segments"] == str(segments)

@@ -123,16 +123,20 @@ constexpr bool is_for_digits(const Shape& shape) {
          digits_bytes(shape) <= 2 * kShareOfSm;
 }
 
-/// Blocks of a cluster that split K: as many as an SM's two places let run at once, but 1024
-/// columns each. H200, fp8 by fp8, 16 rows, us by 4 and by 8: 4096 x 4096 9.5 and 11.9, 14336 x
-/// 4096 25.6 and 22.4.
+/// Clusters of 1 to 8 blocks, two to an SM, that an H200 runs at once: a cluster stays in one of the
+/// parts that SMs come in, of 16 or 18.
+constexpr std::int32_t kSmallClusters[kMaxSegments] = {264, 132, 79, 62, 47, 39, 32, 30};
+
+/// Blocks of a cluster that split K: as many as let the clusters of all tiles run at once, but 640
+/// columns each. H200, fp8 by fp8, 32 rows, us: 4096 x 4096 by 4, 6 and 7 12.6, 11.0 and 11.2;
+/// 14336 x 4096 by 6, 7 and 8, of which two clusters wait for the others to end, 26.4, 25.7, 36.1.
 constexpr std::int32_t cluster_of(const Shape& shape) {
-  constexpr std::int32_t kColumns = 1024;
+  constexpr std::int32_t kColumns = 640;
   const std::int64_t tiles = ceil_div(shape.N, kTileCols);
   std::int32_t segments = 1;
-  while (segments < kMaxSegments && tiles * segments * 2 <= 2 * kBlocksWanted &&
-         segments * 2 * kColumns <= shape.K)
-    segments *= 2;
+  while (segments < kMaxSegments && tiles <= kSmallClusters[segments] &&
+         (segments + 1) * kColumns <= shape.K)
+    ++segments;
   return segments;
 }
 
