@@ -30,6 +30,7 @@ class Device:
         self.table: dict[tuple[int, int], int] = {}
         self.columns = scheduler.max_blocks_per_seq
         self.last: list[int] = []
+        self.host: dict[int, int] = {}
 
     def slot(self, row: int, position: int) -> int:
         block = self.table[row, position // self.block_size]
@@ -38,6 +39,7 @@ class Device:
     def run(self, batch: engine.Batch, arena: engine.Arena) -> list[int]:
         flat = np.frombuffer(memoryview(arena), dtype=np.int32)
         part = {name: flat[o : o + n].tolist() for name, (o, n) in arena.offsets.items()}
+        self.swap(batch)
         self.prepare(part["table_updates"], part["copies"])
         for i in range(batch.num_seqs):
             row, start, end = part["table_rows"][i], part["cu_q"][i], part["cu_q"][i + 1]
@@ -52,8 +54,21 @@ class Device:
         assert part["slots"][batch.num_tokens :] == [0] * (arena.num_tokens - batch.num_tokens)
         states = [self.cache[part["slots"][t]] for t in part["logits_rows"][: batch.num_rows]]
         ids = part["row_seq_ids"]
-        self.last = [sample(s, i, self.vocab_size) for s, i in zip(states, ids, strict=False)]
+        self.last = [self.sample(s, i) for s, i in zip(states, ids, strict=False)]
         return self.last
+
+    def sample(self, state: int, seq_id: int) -> int:
+        return sample(state, seq_id, self.vocab_size)
+
+    def swap(self, batch: engine.Batch) -> None:
+        """Out before in: what comes back may have left in the same batch."""
+        size = self.block_size
+        for block, host in batch.swap_outs:
+            for offset in range(size):
+                self.host[host * size + offset] = self.cache.get(block * size + offset, -1)
+        for host, block in batch.swap_ins:
+            for offset in range(size):
+                self.cache[block * size + offset] = self.host[host * size + offset]
 
     def prepare(self, updates: list[int], copies: list[int]) -> None:
         for row, column, block in zip(updates[::3], updates[1::3], updates[2::3], strict=True):

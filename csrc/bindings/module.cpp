@@ -5,8 +5,10 @@
 #include <pybind11/stl.h>
 
 #include <memory>
+#include <optional>
 #include <sstream>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -28,6 +30,7 @@ const char* finish_name(FinishReason reason) {
     case FinishReason::kStop: return "stop";
     case FinishReason::kLength: return "length";
     case FinishReason::kAbort: return "abort";
+    case FinishReason::kDeadline: return "deadline";
   }
   return "";
 }
@@ -43,6 +46,12 @@ std::vector<std::int32_t> int32s(const Ids& ids, const char* name) {
   narrow.reserve(ids.size());
   for (const std::int64_t id : ids) narrow.push_back(checked_int32(id, name));
   return narrow;
+}
+
+std::vector<std::pair<BlockId, BlockId>> pairs(const std::vector<BlockCopy>& copies) {
+  std::vector<std::pair<BlockId, BlockId>> pairs;
+  for (const auto& [source, destination] : copies) pairs.emplace_back(source, destination);
+  return pairs;
 }
 
 // ---- Batch and arena ---------------------------------------------------------------------------
@@ -83,6 +92,12 @@ void bind_batch(py::module_& m) {
       .def_readonly("num_decode_tokens", &Batch::num_decode_tokens)
       .def_readonly("max_q", &Batch::max_q)
       .def_readonly("shared_blocks", &Batch::shared_blocks)
+      .def_readonly("predicted_us", &Batch::predicted_us)
+      .def_readonly("read_us", &Batch::read_us)
+      .def_readonly("compute_us", &Batch::compute_us)
+      .def_property_readonly("swap_outs", [](const Batch& b) { return pairs(b.swap_outs); })
+      .def_property_readonly("swap_ins", [](const Batch& b) { return pairs(b.swap_ins); })
+      .def("digest", &Batch::digest)
       .def_property_readonly("max_seq_len", &Batch::max_seq_len)
       .def_readonly("seq_ids", &Batch::seq_ids)
       .def_readonly("row_seq_ids", &Batch::row_seq_ids)
@@ -105,11 +120,16 @@ void bind_records(py::module_& m) {
   py::enum_<Reason>(m, "Reason")
       .value("ADMITTED", Reason::kAdmitted)
       .value("CHUNKED", Reason::kChunked)
+      .value("CHUNKED_LATENCY", Reason::kChunkedLatency)
       .value("HELD_TOKENS", Reason::kHeldTokens)
+      .value("HELD_LATENCY", Reason::kHeldLatency)
       .value("HELD_BLOCKS", Reason::kHeldBlocks)
       .value("HELD_SEQUENCES", Reason::kHeldSequences)
       .value("HELD_PREFIX_IN_FLIGHT", Reason::kHeldPrefixInFlight)
       .value("PREEMPTED", Reason::kPreempted)
+      .value("SWAPPED_OUT", Reason::kSwappedOut)
+      .value("SWAPPED_IN", Reason::kSwappedIn)
+      .value("EVICTED", Reason::kEvicted)
       .value("PREFIX_DIFFERS", Reason::kPrefixDiffers)
       .value("PREFIX_EVICTED", Reason::kPrefixEvicted)
       .value("PREFIX_SHORT", Reason::kPrefixShort)
@@ -143,15 +163,26 @@ void bind_records(py::module_& m) {
       .def_readonly("prefix_query_tokens", &Stats::prefix_query_tokens)
       .def_readonly("prefix_hit_tokens", &Stats::prefix_hit_tokens)
       .def_readonly("preemptions", &Stats::preemptions)
+      .def_readonly("swaps", &Stats::swaps)
       .def_readonly("evictions", &Stats::evictions)
       .def_readonly("copies", &Stats::copies);
+}
+
+StepCost make_step_cost(double fixed_us, double token_us, double row_us, double swap_us,
+                        const std::vector<std::tuple<std::int64_t, double, double>>& attention) {
+  StepCost cost{
+      .fixed_us = fixed_us, .token_us = token_us, .row_us = row_us, .swap_us = swap_us};
+  for (const auto& [window, key_us, pair_us] : attention)
+    cost.attention.push_back({.window = window, .key_us = key_us, .pair_us = pair_us});
+  return cost;
 }
 
 std::unique_ptr<Scheduler> make_scheduler(
     std::int64_t num_blocks, std::int64_t block_size, std::int64_t max_model_len,
     std::int64_t vocab_size, std::int64_t max_num_seqs, std::int64_t max_num_batched_tokens,
     const Ids& eos_token_ids, bool enable_prefix_caching, std::int64_t seed,
-    std::int64_t decision_log_size) {
+    std::int64_t decision_log_size, std::int64_t num_host_blocks, std::int64_t latency_target_us,
+    const StepCost& cost) {
   return std::make_unique<Scheduler>(SchedulerConfig{
       .num_blocks = num_blocks,
       .block_size = block_size,
@@ -162,12 +193,16 @@ std::unique_ptr<Scheduler> make_scheduler(
       .eos_token_ids = eos_token_ids,
       .enable_prefix_caching = enable_prefix_caching,
       .seed = static_cast<std::uint64_t>(seed),
-      .decision_log_size = decision_log_size});
+      .decision_log_size = decision_log_size,
+      .num_host_blocks = num_host_blocks,
+      .latency_target_us = latency_target_us,
+      .cost = cost});
 }
 
 void add(Scheduler& scheduler, const Ids& seq_ids, const Ids& prompt, std::int64_t max_tokens,
          std::int64_t min_tokens, const Ids& stop_token_ids, bool ignore_eos,
-         std::int64_t priority, const std::string& tenant, bool prompt_logprobs) {
+         std::int64_t priority, const std::string& tenant, bool prompt_logprobs, std::int64_t now,
+         std::optional<std::int64_t> deadline) {
   scheduler.add({.seq_ids = seq_ids,
                  .prompt = prompt,
                  .max_tokens = max_tokens,
@@ -175,23 +210,36 @@ void add(Scheduler& scheduler, const Ids& seq_ids, const Ids& prompt, std::int64
                  .stop_token_ids = stop_token_ids,
                  .ignore_eos = ignore_eos,
                  .priority = priority,
+                 .now = now,
+                 .deadline = deadline.value_or(kNoDeadline),
                  .tenant = tenant,
                  .prompt_logprobs = prompt_logprobs});
 }
 
 // No call releases the GIL: a step takes microseconds, and the GIL is the scheduler's only lock.
 void bind_scheduler(py::module_& m) {
+  py::class_<StepCost>(m, "StepCost")
+      .def(py::init(&make_step_cost), py::kw_only(), "fixed_us"_a = 0.0, "token_us"_a = 0.0,
+           "row_us"_a = 0.0, "swap_us"_a = 0.0,
+           "attention"_a = std::vector<std::tuple<std::int64_t, double, double>>{});
   py::class_<Scheduler>(m, "Scheduler")
       .def(py::init(&make_scheduler), py::kw_only(), "num_blocks"_a, "block_size"_a,
            "max_model_len"_a, "vocab_size"_a, "max_num_seqs"_a = 256,
            "max_num_batched_tokens"_a = 8192, "eos_token_ids"_a = Ids{},
-           "enable_prefix_caching"_a = true, "seed"_a = 0, "decision_log_size"_a = 4096)
+           "enable_prefix_caching"_a = true, "seed"_a = 0, "decision_log_size"_a = 4096,
+           "num_host_blocks"_a = 0, "latency_target_us"_a = 0, "cost"_a = StepCost{})
       .def("add", &add, "seq_ids"_a, "prompt"_a, py::kw_only(), "max_tokens"_a,
            "min_tokens"_a = 0, "stop_token_ids"_a = Ids{}, "ignore_eos"_a = false,
-           "priority"_a = 0, "tenant"_a = "", "prompt_logprobs"_a = false)
+           "priority"_a = 0, "tenant"_a = "", "prompt_logprobs"_a = false, "now"_a = 0,
+           "deadline"_a = py::none())
       // The holder is of a mutable Batch; nothing that is bound mutates it.
       .def("schedule",
-           [](Scheduler& s) { return std::const_pointer_cast<Batch>(s.schedule()); })
+           [](Scheduler& s, std::int64_t now, const Ids& only) {
+             return std::const_pointer_cast<Batch>(s.schedule(now, only));
+           },
+           "now"_a = 0, "only"_a = Ids{})
+      .def("take_expired", &Scheduler::take_expired)
+      .def("set_time_scale", &Scheduler::set_time_scale, "scale"_a)
       .def("commit",
            [](Scheduler& s, const Batch& batch, const Ids& tokens) {
              return s.commit(batch, tokens);
@@ -246,12 +294,7 @@ void bind_block_manager(py::module_& m) {
       .def("fork", &BlockManager::fork, "table"_a)
       .def("prepare_write", &BlockManager::prepare_write, "table"_a, "start"_a, "end"_a)
       .def("take_copies",
-           [](BlockManager& b) {
-             std::vector<std::pair<BlockId, BlockId>> pairs;
-             for (const auto& [source, destination] : b.take_copies())
-               pairs.emplace_back(source, destination);
-             return pairs;
-           })
+           [](BlockManager& b) { return pairs(b.take_copies()); })
       .def("match",
            [](const BlockManager& b, const Ids& tokens, const std::string& tenant) {
              HashChain chain = b.chain(tenant);

@@ -3,6 +3,7 @@
 #include <span>
 
 #include "common/check.h"
+#include "engine/hash.h"
 
 namespace ridgeline::engine {
 namespace {
@@ -61,6 +62,18 @@ Arena Batch::arena(std::int64_t tokens, std::int64_t seqs, std::int64_t rows) co
                table_updates);
   layout.place(Section::kCopies, static_cast<std::int32_t>(pairs.size()), 0, pairs);
   return arena;
+}
+
+std::uint64_t Batch::digest() const {
+  std::vector<std::int32_t> words = arena().data;
+  words.insert(words.end(), seq_ids.begin(), seq_ids.end());
+  words.insert(words.end(), {num_decode_tokens, max_q, shared_blocks});
+  for (const std::vector<BlockCopy>* list : {&swap_outs, &swap_ins}) {
+    words.push_back(static_cast<std::int32_t>(list->size()));
+    for (const BlockCopy& copy : *list)
+      words.insert(words.end(), {copy.source, copy.destination});
+  }
+  return hash_block({}, words).lo;
 }
 
 }  // namespace ridgeline::engine

@@ -46,8 +46,12 @@ struct Batch {
   std::vector<std::int32_t> logits_rows, row_positions, row_seq_ids;       // rows
   std::vector<std::int32_t> table_updates;  // row, column, block; no (row, column) twice
   std::vector<BlockCopy> copies;
+  // Before the copies, in this order: device block to host block, host block to device block.
+  std::vector<BlockCopy> swap_outs, swap_ins;
   std::int32_t num_decode_tokens = 0, max_q = 0;
   std::int32_t shared_blocks = 0;  // leading blocks of their tables that all sequences have in common
+  // The least time of the step, of its reads alone, of its operations alone; 0: not known.
+  double predicted_us = 0, read_us = 0, compute_us = 0;
 
   std::int32_t num_tokens() const { return static_cast<std::int32_t>(input_ids.size()); }
   std::int32_t num_seqs() const { return static_cast<std::int32_t>(seq_ids.size()); }
@@ -59,6 +63,9 @@ struct Batch {
   /// The arena, padded to these counts; 0 is no padding. Padding tokens go to slot 0 of the dummy
   /// block; padding sequences have length 0 and take one padding token each while there are some.
   Arena arena(std::int64_t tokens = 0, std::int64_t seqs = 0, std::int64_t rows = 0) const;
+
+  /// A hash of everything that the step computes.
+  std::uint64_t digest() const;
 };
 
 }  // namespace ridgeline::engine

@@ -111,6 +111,13 @@ std::vector<BlockCopy> BlockManager::take_copies() {
   return taken;
 }
 
+bool BlockManager::awaits_copy(TableId table) const {
+  const std::vector<BlockId>& blocks = opened(table).blocks;
+  return std::ranges::any_of(owed_, [&](const BlockCopy& copy) {
+    return std::ranges::find(blocks, copy.destination) != blocks.end();
+  });
+}
+
 const BlockManager::Table& BlockManager::opened(TableId table) const {
   check(0 <= table && table < num_tables() && tables_[table].open, "table ", table,
         " is not open (tables are 0 to ", num_tables() - 1, ")");

@@ -71,6 +71,9 @@ class BlockManager {
   /// then a source that lost its owners is not handed out.
   std::vector<BlockCopy> take_copies();
 
+  /// Whether a copy into one of the table's blocks is owed.
+  bool awaits_copy(TableId table) const;
+
   // ---- Prefix cache ----
 
   /// A chain for the tenant's sequences; its hashes are added by the calls below.

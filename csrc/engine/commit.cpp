@@ -67,7 +67,12 @@ void Scheduler::discard() {
     for (Sequence* seq : step.held) {
       seq->pending = 0;
       seq->prompt_rows = seq->prompt_rows_committed;
-      if (seq->state == SeqState::kRunning) requeue(*seq);
+      forget_saved(*seq);  // or what was saved depends on these steps
+      if (seq->state == SeqState::kRunning) {
+        log(seq->id, Reason::kPreempted,
+            static_cast<std::int64_t>(blocks_.blocks(seq->table).size()), seq->computed);
+        requeue(*seq);
+      }
       let_go(*seq);
     }
   }

@@ -8,12 +8,17 @@ namespace ridgeline::engine {
 /// Why the scheduler did what it did; the numbers a and b of the Decision in brackets.
 enum class Reason : std::uint8_t {
   kAdmitted,            // tokens scheduled, tokens found in the prefix cache
-  kChunked,             // tokens scheduled, tokens left for later steps
+  kChunked,             // tokens scheduled, tokens left for later steps: by the budget of tokens
+  kChunkedLatency,      // the same, by the latency target
   kHeldTokens,          // tokens wanted, budget left
+  kHeldLatency,         // tokens wanted, tokens that the latency target allows
   kHeldBlocks,          // blocks wanted, blocks available
   kHeldSequences,       // sequences wanted, places left
   kHeldPrefixInFlight,  // block index, the block that this step computes
   kPreempted,           // blocks given back, tokens to compute again
+  kSwappedOut,          // blocks copied to the host, tokens kept there
+  kSwappedIn,           // blocks copied back, tokens kept
+  kEvicted,             // cached blocks that it took from the prefix cache, cached blocks left
   kPrefixDiffers,       // first differing block index, full blocks looked for
   kPrefixEvicted,       // first missing block index, full blocks looked for
   kPrefixShort,         // tokens, block size: no full block ahead of the last token

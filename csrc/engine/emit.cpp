@@ -8,6 +8,7 @@ namespace ridgeline::engine {
 
 void Scheduler::emit(Step& step, Sequence& seq, std::int32_t count) {
   const std::int32_t start = seq.computed, end = start + count;
+  step.attention += config_.cost.attention_time(start, end);
   emit_tokens(*step.batch, seq, count);
   emit_table(*step.batch, seq);
   seq.computed = end;

@@ -1,5 +1,6 @@
 // Scheduler::schedule: who gets how many tokens of a step.
 #include <algorithm>
+#include <ranges>
 #include <stdexcept>
 
 #include "common/check.h"
@@ -12,12 +13,19 @@ namespace {
 // looks past at most this many, so that its cost does not grow with the queue.
 constexpr int kMaxPassed = 16;
 
+// Under a latency target a step computes at least so much of one prompt: however slow the steps
+// are, prompts advance.
+constexpr std::int32_t kLeastChunk = 16;
+
 }  // namespace
 
-std::shared_ptr<const Batch> Scheduler::schedule() {
+std::shared_ptr<const Batch> Scheduler::schedule(std::int64_t now,
+                                                 std::span<const std::int64_t> only) {
   check(in_flight_.size() < 2, "two batches are in flight: commit or discard one first");
-  Plan plan{.budget = config_.max_num_batched_tokens};
+  expire(now);
+  Plan plan{.budget = config_.max_num_batched_tokens, .only = only};
   plan_running(plan, /*decode=*/true);
+  plan.decodes = plan.tokens;
   plan_running(plan, /*decode=*/false);
 
   Step step{.batch = std::make_shared<Batch>(), .first_prefix = blocks_.next_prefix_id()};
@@ -29,8 +37,15 @@ std::shared_ptr<const Batch> Scheduler::schedule() {
     if (member.seq->ghost && member.seq->unborn.empty()) release(*member.seq);
   if (step.members.empty()) return nullptr;
 
-  step.batch->copies = blocks_.take_copies();
-  step.batch->step = steps_++;
+  Batch& batch = *step.batch;
+  emit_swap_outs(step);
+  batch.copies = blocks_.take_copies();
+  const StepCost& cost = config_.cost;
+  const double products = cost.products_us(batch.num_tokens(), batch.num_rows());
+  batch.read_us = cost.fixed_us + step.attention.read;
+  batch.compute_us = products + step.attention.compute;
+  batch.predicted_us = std::max(cost.fixed_us, products) + step.attention.bound;
+  batch.step = steps_++;
   in_flight_.push_back(std::move(step));
   return in_flight_.back().batch;
 }
@@ -43,46 +58,59 @@ void Scheduler::plan_running(Plan& plan, bool decode) {
     Sequence& seq = *running_[i];
     const std::int32_t wanted = seq.length() - seq.computed;
     // At its limit a sequence waits for the commit that ends it.
-    if ((wanted == 1) != decode || seq.length() >= seq.limit) continue;
-    const auto count = static_cast<std::int32_t>(std::min<std::int64_t>(wanted, plan.budget));
-    if (count == 0) {
-      log(seq.id, Reason::kHeldTokens, wanted, 0);
-      continue;
-    }
+    if ((wanted == 1) != decode || seq.length() >= seq.limit || plan.excludes(seq)) continue;
+    const std::int32_t count = chunk(plan, seq.computed, wanted);
+    if (count < wanted) log_chunk(plan, seq.id, count, wanted);
+    if (count == 0) continue;
     if (!make_room(plan, seq, count)) break;
     plan.entries.push_back({&seq, count});
-    plan.budget -= count;
-    if (count < wanted) log(seq.id, Reason::kChunked, count, wanted - count);
+    count_planned(plan, seq.computed, count);
   }
+}
+
+/// How many of the wanted tokens from `start` on the step takes.
+std::int32_t Scheduler::chunk(const Plan& plan, std::int32_t start, std::int32_t wanted) const {
+  const auto most = static_cast<std::int32_t>(std::min<std::int64_t>(wanted, plan.budget));
+  if (config_.latency_target_us == 0 || plan.decodes == 0) return most;
+  const StepCost& cost = config_.cost;
+  const auto fits = [&](std::int32_t count) {
+    const double attention =
+        plan.attention_us + cost.attention_time(start, start + count).bound;
+    return time_scale_ * cost.step_us(plan.tokens + count, 0, attention) <=
+           static_cast<double>(config_.latency_target_us);
+  };
+  const auto counts = std::views::iota(1, most + 1);
+  const auto fitting =
+      static_cast<std::int32_t>(std::ranges::partition_point(counts, fits) - counts.begin());
+  const bool first = plan.tokens == plan.decodes;
+  return std::max(fitting, first ? std::min(most, kLeastChunk) : 0);
+}
+
+void Scheduler::log_chunk(const Plan& plan, SeqId seq_id, std::int32_t count,
+                          std::int32_t wanted) {
+  const bool by_budget = count == plan.budget;
+  if (count == 0)
+    log(seq_id, by_budget ? Reason::kHeldTokens : Reason::kHeldLatency, wanted, 0);
+  else
+    log(seq_id, by_budget ? Reason::kChunked : Reason::kChunkedLatency, count, wanted - count);
+}
+
+void Scheduler::count_planned(Plan& plan, std::int32_t start, std::int32_t count) {
+  plan.budget -= count;
+  plan.tokens += count;
+  plan.attention_us += config_.cost.attention_time(start, start + count).bound;
 }
 
 /// Gets the blocks for the sequence's next tokens from those after it, or preempts itself.
 bool Scheduler::make_room(Plan& plan, Sequence& seq, std::int32_t count) {
+  const std::int64_t evictions = blocks_.evictions();
   while (!blocks_.prepare_write(seq.table, seq.computed, seq.computed + count)) {
     Sequence& last = *running_.back();
     preempt(plan, last);
     if (&last == &seq) return false;
   }
+  log_evictions(seq.id, evictions);
   return true;
-}
-
-void Scheduler::preempt(Plan& plan, Sequence& seq) {
-  std::erase_if(plan.entries, [&](const Planned& entry) { return entry.seq == &seq; });
-  plan.preempted = true;
-  ++preemptions_;
-  requeue(seq);
-}
-
-void Scheduler::requeue(Sequence& seq) {
-  log(seq.id, Reason::kPreempted, static_cast<std::int64_t>(blocks_.blocks(seq.table).size()),
-      seq.computed);
-  blocks_.close(seq.table);
-  std::erase(running_, &seq);
-  seq.table = -1;
-  seq.computed = 0;
-  seq.synced = 0;
-  seq.state = SeqState::kWaiting;
-  waiting_.insert(&seq);
 }
 
 // ---- The waiting -------------------------------------------------------------------------------
@@ -91,10 +119,10 @@ void Scheduler::admit_waiting(Plan& plan, Step& step) {
   int passed = 0;
   for (auto next = waiting_.begin(); next != waiting_.end();) {
     Sequence& seq = **next++;
+    if (plan.excludes(seq)) continue;
     if (plan.budget == 0) return log(seq.id, Reason::kHeldTokens, seq.length(), 0);
     const auto places = static_cast<std::int64_t>(1 + seq.unborn.size());
-    // The running need none for children: a prompt still in chunks has used up the budget.
-    if (const std::int64_t left = blocks_.num_tables_left(); places > left)
+    if (const std::int64_t left = places_left(); places > left)
       return log(seq.id, Reason::kHeldSequences, places, left);
     const PrefixMatch match = match_prefix(seq);
     if (prefix_in_flight(step, seq, match)) {
@@ -114,21 +142,28 @@ bool Scheduler::admit(Plan& plan, Step& step, Sequence& seq, const PrefixMatch& 
     return false;
   }
   const std::int32_t hit = matched * blocks_.block_size();
-  const std::int32_t left = seq.length() - hit;
-  const auto count = static_cast<std::int32_t>(std::min<std::int64_t>(left, plan.budget));
+  const std::int32_t kept = std::max(hit, seq.saved), left = seq.length() - kept;
+  const std::int32_t count = chunk(plan, kept, left);
+  if (count == 0) {
+    log_chunk(plan, seq.id, 0, left);
+    return false;
+  }
+  const std::int64_t evictions = blocks_.evictions();
   seq.table = blocks_.open(seq.chain.tenant);
   blocks_.adopt(seq.table, match);
-  if (!blocks_.prepare_write(seq.table, hit, hit + count))
+  if (!blocks_.prepare_write(seq.table, hit, kept + count))
     throw std::logic_error("an admitted sequence lacks blocks");
-  seq.computed = hit;
+  seq.computed = kept;
   seq.state = SeqState::kRunning;
   waiting_.erase(&seq);
   running_.insert(std::ranges::upper_bound(running_, &seq, ByOrder{}), &seq);
 
   log(seq.id, Reason::kAdmitted, count, hit);
+  if (seq.saved > 0) swap_in(step, seq, matched);
+  log_evictions(seq.id, evictions);
   count_prefix(seq, match);
-  if (count < left) log(seq.id, Reason::kChunked, count, left - count);
-  plan.budget -= count;
+  if (count < left) log_chunk(plan, seq.id, count, left);
+  count_planned(plan, kept, count);
   emit(step, seq, count);
   return true;
 }
@@ -160,6 +195,13 @@ void Scheduler::count_prefix(const Sequence& seq, const PrefixMatch& match) {
     log(seq.id, match.next_evicted ? Reason::kPrefixEvicted : Reason::kPrefixDiffers, matched,
         full);
   }
+}
+
+/// Those that children of running prompts will take are taken.
+std::int64_t Scheduler::places_left() const {
+  std::int64_t left = blocks_.num_tables_left();
+  for (const Sequence* seq : running_) left -= static_cast<std::int64_t>(seq->unborn.size());
+  return left;
 }
 
 /// Blocks that the running will want soon, for as many tokens more as a block holds: so that an

@@ -1,6 +1,7 @@
 #include "engine/scheduler.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -21,6 +22,11 @@ SchedulerConfig checked(const SchedulerConfig& config) {
   positive(config.vocab_size, "vocab_size");
   positive(config.decision_log_size, "decision_log_size");
   checked_int32(config.max_model_len, "max_model_len");
+  checked_int32(config.num_host_blocks, "num_host_blocks");
+  check(config.num_host_blocks >= 0, "num_host_blocks must not be negative, got ",
+        config.num_host_blocks);
+  check(config.latency_target_us >= 0, "latency_target_us must not be negative, got ",
+        config.latency_target_us);
   check(config.max_model_len >= 2, "max_model_len must be at least 2, got ", config.max_model_len);
   check(config.max_num_batched_tokens >= config.max_num_seqs,
         "max_num_batched_tokens must be at least max_num_seqs (", config.max_num_seqs,
@@ -47,7 +53,8 @@ Scheduler::Scheduler(const SchedulerConfig& config)
                .max_tables = config.max_num_seqs,
                .enable_prefix_caching = config.enable_prefix_caching,
                .seed = config.seed}),
-      log_(static_cast<std::size_t>(config.decision_log_size)) {}
+      log_(static_cast<std::size_t>(config.decision_log_size)),
+      host_(config.num_host_blocks) {}
 
 // ---- Requests ----------------------------------------------------------------------------------
 
@@ -68,6 +75,9 @@ void Scheduler::check_request(const Request& request) const {
         config_.max_model_len, " (max_model_len)");
   check_ids(request.prompt, config_.vocab_size, "prompt");
   check_ids(request.stop_token_ids, config_.vocab_size, "stop_token_ids");
+  constexpr std::int64_t kMostPriority = 1'000'000;  // so that due times do not overflow
+  check(std::abs(request.priority) <= kMostPriority, "priority must be from ", -kMostPriority,
+        " to ", kMostPriority, ", got ", request.priority);
   check(request.max_tokens > 0, "max_tokens must be positive, got ", request.max_tokens);
   check(0 <= request.min_tokens && request.min_tokens <= request.max_tokens,
         "min_tokens must be from 0 to max_tokens (", request.max_tokens, "), got ",
@@ -83,7 +93,9 @@ void Scheduler::check_request(const Request& request) const {
 void Scheduler::add(const Request& request) {
   check_request(request);
   Sequence first;
-  first.priority = request.priority;
+  first.due = std::min(request.now + kPatience + request.priority * kPriorityUnit,
+                       request.deadline);
+  first.deadline = request.deadline;
   first.tokens.assign(request.prompt.begin(), request.prompt.end());
   first.prompt_length = first.known();
   const std::int64_t room = config_.max_model_len - first.prompt_length;
@@ -112,6 +124,8 @@ void Scheduler::add(const Request& request) {
     }
     seq.id = static_cast<SeqId>(id);
     seq.arrival = arrivals_++;
+    seq.deadline = request.deadline;
+    if (request.deadline != kNoDeadline) deadlines_.insert({request.deadline, seq.id});
   }
   waiting_.insert(parent);
 }
@@ -135,6 +149,7 @@ void Scheduler::finish(std::int64_t seq_id, FinishReason reason) {
   Sequence& seq = sequences_.at(unfinished(seq_id).id);
   if (!seq.unborn.empty()) {  // its children still need the prompt
     seq.ghost = true;
+    deadlines_.erase({seq.deadline, seq.id});
     log(seq.id, Reason::kFinished, seq.outputs(), static_cast<std::int64_t>(reason));
     return;
   }
@@ -145,12 +160,14 @@ void Scheduler::finish(std::int64_t seq_id, FinishReason reason) {
 }
 
 void Scheduler::end(Sequence& seq, FinishReason reason) {
+  deadlines_.erase({seq.deadline, seq.id});
   log(seq.id, Reason::kFinished, seq.outputs(), static_cast<std::int64_t>(reason));
   release(seq);
 }
 
 void Scheduler::release(Sequence& seq) {
   if (seq.state == SeqState::kWaiting) waiting_.erase(&seq);
+  forget_saved(seq);
   if (seq.state == SeqState::kRunning) {
     blocks_.close(seq.table);
     std::erase(running_, &seq);
@@ -158,6 +175,14 @@ void Scheduler::release(Sequence& seq) {
   seq.table = -1;
   seq.state = SeqState::kFinished;
   if (seq.in_flight == 0) sequences_.erase(seq.id);
+}
+
+void Scheduler::expire(std::int64_t now) {
+  while (!deadlines_.empty() && deadlines_.begin()->first <= now) {
+    const SeqId id = deadlines_.begin()->second;
+    finish(id, FinishReason::kDeadline);
+    expired_.push_back(id);
+  }
 }
 
 void Scheduler::let_go(Sequence& seq) {
@@ -168,6 +193,16 @@ void Scheduler::let_go(Sequence& seq) {
 
 void Scheduler::log(SeqId seq_id, Reason reason, std::int64_t a, std::int64_t b) {
   log_.add(steps_, seq_id, reason, a, b);
+}
+
+void Scheduler::log_evictions(SeqId seq_id, std::int64_t before) {
+  if (const std::int64_t evicted = blocks_.evictions() - before; evicted > 0)
+    log(seq_id, Reason::kEvicted, evicted, blocks_.num_cached());
+}
+
+void Scheduler::set_time_scale(double scale) {
+  check(scale > 0, "scale must be positive, got ", scale);
+  time_scale_ = scale;
 }
 
 std::string_view Scheduler::state(std::int64_t seq_id) const {
@@ -194,6 +229,7 @@ Stats Scheduler::stats() const {
           .prefix_query_tokens = prefix_query_tokens_,
           .prefix_hit_tokens = prefix_hit_tokens_,
           .preemptions = preemptions_,
+          .swaps = swaps_,
           .evictions = blocks_.evictions(),
           .copies = blocks_.copies()};
 }
@@ -216,14 +252,17 @@ void Scheduler::check_invariants() const {
   require(running_.size() + blocks_.num_tables_left() == static_cast<std::size_t>(
               config_.max_num_seqs), -1, "each running sequence owns one table");
   std::size_t waiting = 0, running = 0, unborn = 0;
+  std::int64_t host = host_.num_free();
   for (const auto& [id, seq] : sequences_) {
     check_sequence(seq);
+    host += static_cast<std::int64_t>(seq.host.size());
     waiting += seq.state == SeqState::kWaiting;
     running += seq.state == SeqState::kRunning;
     unborn += seq.parent && seq.parent->state == SeqState::kRunning;
   }
   require(unborn <= static_cast<std::size_t>(blocks_.num_tables_left()), -1,
           "each child of a running prompt has a table to be born to");
+  require(host == config_.num_host_blocks, -1, "host blocks are free or of one sequence");
   require(waiting == waiting_.size() && running == running_.size(), -1,
           "queue and running hold exactly the sequences in those states");
   std::unordered_map<const Sequence*, std::int32_t> holds;
@@ -243,6 +282,10 @@ void Scheduler::check_sequence(const Sequence& seq) const {
           "a ghost has unborn children");
   require(seq.computed <= seq.length() && seq.pending <= seq.in_flight, seq.id,
           "computed <= length, pending <= batches in flight");
+  require(seq.host.empty() || seq.state == SeqState::kWaiting, seq.id,
+          "only the waiting have host blocks");
+  require(static_cast<std::int32_t>(seq.host.size()) == blocks_.blocks_for(seq.saved), seq.id,
+          "host blocks cover exactly what is saved");
   if (seq.state == SeqState::kWaiting)
     require(seq.computed == 0 && waiting_.contains(const_cast<Sequence*>(&seq)), seq.id,
             "the waiting have nothing computed and are in the queue");

@@ -1,16 +1,24 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
 #include "engine/block_manager.h"
+#include "engine/host_pool.h"
 
 namespace ridgeline::engine {
 
 using SeqId = std::int32_t;
 
-enum class FinishReason : std::uint8_t { kStop, kLength, kAbort };
+enum class FinishReason : std::uint8_t { kStop, kLength, kAbort, kDeadline };
+
+// The order of service is that of due times, in microseconds of the caller's clock: arrival, plus a
+// patience that all have, plus the priority in units of ten seconds; but no later than the
+// deadline. Who arrives after a request's due time cannot overtake it, so nobody starves.
+inline constexpr std::int64_t kPatience = 60'000'000, kPriorityUnit = 10'000'000;
+inline constexpr std::int64_t kNoDeadline = std::numeric_limits<std::int64_t>::max();
 
 /// A prompt and the sequences that continue it, as the user gives them: checked by Scheduler::add.
 struct Request {
@@ -21,6 +29,8 @@ struct Request {
   std::vector<std::int64_t> stop_token_ids = {};
   bool ignore_eos = false;
   std::int64_t priority = 0;  // smaller runs earlier
+  std::int64_t now = 0;       // microseconds; never falls from request to request
+  std::int64_t deadline = kNoDeadline;  // on the same clock
   std::string tenant = {};
   bool prompt_logprobs = false;
 };
@@ -32,7 +42,8 @@ enum class SeqState : std::uint8_t { kUnborn, kWaiting, kRunning, kFinished };
 struct Sequence {
   SeqId id = -1;
   SeqState state = SeqState::kWaiting;
-  std::int64_t priority = 0, arrival = 0;  // the order of the queue; arrival is unique
+  std::int64_t due = 0, arrival = 0;  // the order of the queue; arrival is unique
+  std::int64_t deadline = kNoDeadline;
 
   std::vector<std::int32_t> tokens;  // the prompt, then the outputs committed
   std::int32_t prompt_length = 0;
@@ -50,6 +61,10 @@ struct Sequence {
   TableId table = -1;             // while running; also its row of the device's table tensor
   std::int32_t synced = 0;        // blocks of the table that the device's row has
   BlockId synced_last = -1;       // the last of them: the only one that may be replaced
+
+  // While it waits, preempted: the tokens whose keys and values are in host memory, and where.
+  std::int32_t saved = 0;
+  std::vector<HostBlockId> host;
 
   bool prompt_logprobs = false;
   std::int32_t prompt_rows = 0;            // prompt positions with a logits row scheduled
@@ -69,10 +84,10 @@ struct Sequence {
   }
 };
 
-/// The order of service: priority, then arrival.
+/// The order of service: due time, then arrival.
 struct ByOrder {
   bool operator()(const Sequence* a, const Sequence* b) const {
-    return a->priority != b->priority ? a->priority < b->priority : a->arrival < b->arrival;
+    return a->due != b->due ? a->due < b->due : a->arrival < b->arrival;
   }
 };
 

@@ -38,8 +38,16 @@ class engine:
             enable_prefix_caching: bool = True,
             seed: int = 0,
             decision_log_size: int = 4096,
+            num_host_blocks: int = 0,
+            latency_target_us: int = 0,
+            cost: engine.StepCost = ...,
         ) -> None:
             """``num_blocks`` counts the dummy block 0, which no sequence gets.
+
+            ``num_host_blocks``: where preempted sequences may wait instead of being computed
+            again, if copying them there and back costs less. ``latency_target_us``: while others
+            decode, chunks of prompts are cut so that the predicted time of a step, times the time
+            scale, keeps to it (16 tokens of one prompt are always taken); 0: no target.
 
             ``max_num_batched_tokens`` must be at least ``max_num_seqs``, so that each live
             sequence can have a token a step. ``seed`` seeds the prefix hash.
@@ -57,26 +65,39 @@ class engine:
             priority: int = 0,
             tenant: str = "",
             prompt_logprobs: bool = False,
+            now: int = 0,
+            deadline: int | None = None,
         ) -> None:
             """Queues a prompt and one output sequence for each of ``seq_ids`` (``n`` of them).
 
             The ids are the caller's: int32, not negative, not in use. All sequences share the
             prompt's computation and its blocks; each then samples on its own. ``n > 1`` needs
-            ``n <= max_num_seqs``. A smaller ``priority`` runs earlier; equal ones in order of
-            arrival. Prefix blocks are shared among requests of one ``tenant`` only. With
-            ``prompt_logprobs`` every prompt position gets a logits row, once, and no cached
-            prefix is used. Before ``min_tokens`` outputs no stop token ends a sequence.
+            ``n <= max_num_seqs``. Service is in order of due time, then of arrival: ``now`` plus
+            a minute plus ten seconds for each unit of ``priority``, but no later than
+            ``deadline``. So nobody who arrives after a request's due time overtakes it. ``now``
+            and ``deadline`` are microseconds of one clock, on which ``now`` never falls. What is
+            not finished at its deadline is ended by ``schedule``. Prefix blocks are shared among
+            requests of one ``tenant`` only. With ``prompt_logprobs`` every prompt position gets a
+            logits row, once, and no cached prefix is used. Before ``min_tokens`` outputs no stop
+            token ends a sequence.
 
             Raises ``ValueError`` with the numbers if the request could never run: an empty
             prompt, ``len(prompt) >= max_model_len``, more blocks than the cache has, a token id
             outside the vocabulary, ``max_tokens < 1``, a duplicate id.
             """
 
-        def schedule(self) -> engine.Batch | None:
+        def schedule(self, now: int = 0, only: Sequence[int] = ()) -> engine.Batch | None:
             """The next step, or None if nothing can be computed before a commit or an add.
 
-            None with nothing in flight means that every sequence has finished.
+            None with nothing in flight means that every sequence has finished. ``only``: tokens
+            for these sequences alone, to find out whose step fails.
             """
+
+        def take_expired(self) -> list[int]:
+            """The sequences that deadlines ended since the last call."""
+
+        def set_time_scale(self, scale: float) -> None:
+            """How many times longer steps take than predicted; 1 at first."""
 
         def commit(self, batch: engine.Batch, tokens: Sequence[int]) -> list[engine.Output]:
             """Takes the sampled token of each logits row (``batch.num_rows`` of them, in order).
@@ -121,6 +142,24 @@ class engine:
         def max_blocks_per_seq(self) -> int:
             """Columns of the device's block-table tensor ``[max_num_seqs, max_blocks_per_seq]``."""
 
+    class StepCost:
+        """The least time of a step on a machine, in microseconds; all 0: not known."""
+
+        def __init__(
+            self,
+            *,
+            fixed_us: float = 0.0,
+            token_us: float = 0.0,
+            row_us: float = 0.0,
+            swap_us: float = 0.0,
+            attention: Sequence[tuple[int, float, float]] = (),
+        ) -> None:
+            """A step takes the longer of ``fixed_us`` (the weights are read) and its products
+            (``token_us`` a token, ``row_us`` a logits row), then attention: for each (window or
+            0, time a key, time a (query, key) pair) the longer of both. ``swap_us``: a block
+            between device and host, one way.
+            """
+
     class Batch:
         """What one step computes: sequences, each with some new tokens, and rows of logits."""
 
@@ -147,6 +186,29 @@ class engine:
         @property
         def shared_blocks(self) -> int:
             """How many leading blocks of their tables all sequences of the step have in common."""
+
+        @property
+        def predicted_us(self) -> float:
+            """The least time of the step by its ``StepCost``; 0 without one."""
+
+        @property
+        def read_us(self) -> float:
+            """The time of its reads alone: weights, keys and values."""
+
+        @property
+        def compute_us(self) -> float:
+            """The time of its operations alone."""
+
+        @property
+        def swap_outs(self) -> list[tuple[int, int]]:
+            """(block, host block): copy to the host before anything else writes the cache."""
+
+        @property
+        def swap_ins(self) -> list[tuple[int, int]]:
+            """(host block, block): copy back after all ``swap_outs``, before the step's tokens."""
+
+        def digest(self) -> int:
+            """A 64-bit hash of everything that the step computes."""
 
         @property
         def seq_ids(self) -> list[int]:
@@ -241,8 +303,12 @@ class engine:
         ADMITTED: ClassVar[engine.Reason]
         # (tokens scheduled, tokens left for later steps)
         CHUNKED: ClassVar[engine.Reason]
+        # the same, cut by the latency target
+        CHUNKED_LATENCY: ClassVar[engine.Reason]
         # (tokens wanted, budget left)
         HELD_TOKENS: ClassVar[engine.Reason]
+        # (tokens wanted, tokens that the latency target allows)
+        HELD_LATENCY: ClassVar[engine.Reason]
         # (blocks wanted, blocks available)
         HELD_BLOCKS: ClassVar[engine.Reason]
         # (sequences wanted, places left)
@@ -251,6 +317,12 @@ class engine:
         HELD_PREFIX_IN_FLIGHT: ClassVar[engine.Reason]
         # (blocks given back, tokens to compute again)
         PREEMPTED: ClassVar[engine.Reason]
+        # (blocks copied to the host, tokens kept there)
+        SWAPPED_OUT: ClassVar[engine.Reason]
+        # (blocks copied back, tokens kept)
+        SWAPPED_IN: ClassVar[engine.Reason]
+        # (blocks taken from the prefix cache, cached blocks left)
+        EVICTED: ClassVar[engine.Reason]
         # (first differing block index, full blocks)
         PREFIX_DIFFERS: ClassVar[engine.Reason]
         # (first missing block index, full blocks)
@@ -259,7 +331,7 @@ class engine:
         PREFIX_SHORT: ClassVar[engine.Reason]
         # (parent id, blocks shared)
         FORKED: ClassVar[engine.Reason]
-        # (output tokens, 0 stop, 1 length, 2 abort)
+        # (output tokens, 0 stop, 1 length, 2 abort, 3 deadline)
         FINISHED: ClassVar[engine.Reason]
         name: str
         value: int
@@ -279,6 +351,8 @@ class engine:
         prefix_query_tokens: int
         prefix_hit_tokens: int
         preemptions: int
+        swaps: int
+        """Of the preemptions, those that kept what was computed in host memory."""
         evictions: int
         copies: int
 

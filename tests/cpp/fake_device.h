@@ -54,6 +54,7 @@ class FakeDevice {
       return std::span(arena.data).subspan(offset, length);
     };
     update_table(at(engine::Section::kTableUpdates));
+    swap_blocks(batch);
     copy_blocks(at(engine::Section::kCopies));
     writer_.clear();
     const auto rows_of_table = at(engine::Section::kTableRows);
@@ -82,6 +83,8 @@ class FakeDevice {
   /// What a run that broke off may leave behind: anything in the slots it was to write.
   void spoil(const engine::Batch& batch) {
     for (const std::int32_t slot : batch.slots) cache_[slot] = kPoison;
+    for (const auto& [block, host] : batch.swap_outs)
+      for (std::int32_t o = 0; o < block_size_; ++o) host_[host * block_size_ + o] = kPoison;
   }
 
  private:
@@ -94,6 +97,16 @@ class FakeDevice {
       expect(updates[i + 1] < columns_, "a column beyond the table");
       table_.at(updates[i] * columns_ + updates[i + 1]) = updates[i + 2];
     }
+  }
+
+  /// Out before in: what comes back may have left in the same batch.
+  void swap_blocks(const engine::Batch& batch) {
+    for (const auto& [block, host] : batch.swap_outs)
+      for (std::int32_t o = 0; o < block_size_; ++o)
+        host_[host * block_size_ + o] = cache_.at(block * block_size_ + o);
+    for (const auto& [host, block] : batch.swap_ins)
+      for (std::int32_t o = 0; o < block_size_; ++o)
+        cache_.at(block * block_size_ + o) = host_.at(host * block_size_ + o);
   }
 
   void copy_blocks(std::span<const std::int32_t> copies) {
@@ -136,6 +149,7 @@ class FakeDevice {
 
   std::int32_t block_size_, columns_, vocab_;
   std::vector<std::uint64_t> cache_;  // by slot
+  std::map<std::int32_t, std::uint64_t> host_;
   std::vector<std::int32_t> table_;   // [max_num_seqs, columns_]
   std::map<std::int32_t, std::int32_t> writer_;  // slots written in this step
   std::vector<std::int64_t> last_tokens_;        // sampled by the batch before

@@ -23,7 +23,8 @@ Batch small_batch() {
           .slots = {8, 9, 10, 33}, .seq_ids = {7, 3}, .seq_lens = {7, 10}, .table_rows = {1, 0},
           .cu_q = {0, 3, 4}, .logits_rows = {2, 3}, .row_positions = {7, 10},
           .row_seq_ids = {7, 3}, .table_updates = {1, 1, 2}, .copies = {{5, 6}},
-          .num_decode_tokens = 1, .max_q = 3};
+          .swap_outs = {}, .swap_ins = {}, .num_decode_tokens = 1,
+          .max_q = 3};
 }
 
 void unpadded_sections_hold_the_batch() {

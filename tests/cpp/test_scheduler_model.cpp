@@ -28,7 +28,7 @@ struct Expected {
 };
 
 struct Shape {
-  std::int32_t blocks, block_size, max_len, seqs, budget;
+  std::int32_t blocks, block_size, max_len, seqs, budget, host_blocks = 0;
 };
 
 class Machine {
@@ -39,7 +39,13 @@ class Machine {
         scheduler_({.num_blocks = shape.blocks, .block_size = shape.block_size,
                     .max_model_len = shape.max_len, .vocab_size = kVocab,
                     .max_num_seqs = shape.seqs, .max_num_batched_tokens = shape.budget,
-                    .eos_token_ids = {kEos}, .enable_prefix_caching = seed % 4 != 0}),
+                    .eos_token_ids = {kEos}, .enable_prefix_caching = seed % 4 != 0,
+                    .num_host_blocks = shape.host_blocks,
+                    .latency_target_us = seed % 3 == 0 ? 30 : 0,
+                    // Swapping three blocks of four costs less than computing ten tokens again.
+                    .cost = {.fixed_us = 5, .token_us = 1, .swap_us = 1.5,
+                             .attention = {{.window = 0, .key_us = 0.01, .pair_us = 0.02},
+                                           {.window = 8, .key_us = 0.01, .pair_us = 0.02}}}}),
         device_(shape.blocks, shape.block_size, shape.seqs, scheduler_.max_blocks_per_seq(),
                 kVocab) {}
 
@@ -55,10 +61,14 @@ class Machine {
 
   /// No request is left behind.
   void drain() {
+    draining_ = true;
     for (int i = 0; scheduler_.has_unfinished() || scheduler_.num_in_flight() > 0; ++i) {
       expect(i < 5000, "the scheduler makes no progress");
       const bool scheduled = scheduler_.num_in_flight() < 2 && schedule();
-      expect(scheduled || scheduler_.num_in_flight() > 0, "nothing to run and nothing in flight");
+      if (!scheduled && scheduler_.num_in_flight() == 0) {
+        expect(!scheduler_.has_unfinished(), "nothing to run and nothing in flight");
+        break;  // a deadline ended the last one
+      }
       if (!scheduled || below(2) == 0) commit();
       scheduler_.check_invariants();
     }
@@ -68,9 +78,10 @@ class Machine {
     preemptions += stats.preemptions;
     hits += stats.prefix_hit_tokens;
     copies += stats.copies;
+    swaps += stats.swaps;
   }
 
-  static inline std::int64_t preemptions = 0, hits = 0, copies = 0;
+  static inline std::int64_t preemptions = 0, hits = 0, copies = 0, swaps = 0, expired = 0;
 
  private:
   int below(int n) { return static_cast<int>(random_() % static_cast<unsigned>(n)); }
@@ -90,6 +101,8 @@ class Machine {
     request.priority = below(3);
     request.tenant = below(4) == 0 ? "other" : "";
     request.prompt_logprobs = below(5) == 0;
+    request.now = now_;
+    if (below(8) == 0) request.deadline = now_ + below(400);
     const std::int64_t total =
         std::min<std::int64_t>(length + request.max_tokens, shape_.max_len) - 1;
     if ((total + shape_.block_size - 1) / shape_.block_size > shape_.blocks - 1) {
@@ -113,9 +126,23 @@ class Machine {
     live_.erase(victim);
   }
 
+  /// Now and then for one sequence alone.
   bool schedule() {
-    const std::shared_ptr<const Batch> batch = scheduler_.schedule();
+    now_ += below(20);
+    std::vector<std::int64_t> only;
+    if (!draining_ && !live_.empty() && below(8) == 0)
+      only = {std::next(live_.begin(), below(static_cast<int>(live_.size())))->first};
+    const std::shared_ptr<const Batch> batch = scheduler_.schedule(now_, only);
+    for (const SeqId id : scheduler_.take_expired()) {
+      expect(live_.at(id).request.deadline <= now_, "ended before its deadline");
+      live_.erase(id);
+      ++expired;
+    }
+    for (const auto& [id, expected] : live_)
+      expect(expected.request.deadline > now_, "alive beyond its deadline");
     if (!batch) return false;
+    for (const SeqId id : batch->seq_ids)
+      expect(only.empty() || id == only[0] || !live_.contains(id), "of the named one alone");
     expect(0 < batch->num_tokens() && batch->num_tokens() <= shape_.budget, "token budget");
     expect(batch->num_seqs() <= shape_.seqs, "max_num_seqs");
     batches_.push_back(batch);
@@ -181,10 +208,12 @@ class Machine {
   std::deque<std::shared_ptr<const Batch>> batches_;
   std::map<SeqId, Expected> live_;
   std::int32_t next_id_ = 0;
+  std::int64_t now_ = 0;
+  bool draining_ = false;
 };
 
 void random_requests(const Shape& shape) {
-  for (unsigned seed = 0; seed < 25; ++seed) {
+  for (unsigned seed = 0; seed < 20; ++seed) {
     Machine machine(seed, shape);
     for (int i = 0; i < 400; ++i) machine.step();
     machine.drain();
@@ -195,6 +224,12 @@ void scarce_blocks() {
   random_requests({.blocks = 9, .block_size = 4, .max_len = 30, .seqs = 5, .budget = 16});
   expect(Machine::preemptions > 100 && Machine::hits > 100 && Machine::copies > 20,
          "the shape no longer makes blocks scarce");
+}
+void scarce_blocks_and_room_on_the_host() {
+  random_requests({.blocks = 9, .block_size = 4, .max_len = 30, .seqs = 5, .budget = 16,
+                   .host_blocks = 7});
+  expect(Machine::swaps > 50 && Machine::expired > 50,
+         "the shape no longer makes sequences wait on the host");
 }
 void scarce_tokens() {
   random_requests({.blocks = 64, .block_size = 4, .max_len = 40, .seqs = 6, .budget = 6});
@@ -216,6 +251,7 @@ int main() {
   using namespace ridgeline::engine;
   return ridgeline::testing::run({
       {"scarce blocks", scarce_blocks},
+      {"scarce blocks, room on the host", scarce_blocks_and_room_on_the_host},
       {"scarce tokens", scarce_tokens},
       {"scarce blocks and tokens", scarce_blocks_and_tokens},
       {"one sequence", one_sequence},
