@@ -12,7 +12,7 @@ import pytest
 
 import tiny_model
 from ridgeline import LLM, SamplingParams
-from ridgeline.runner import Runner, StepResult
+from ridgeline.request import Sequence
 from tiny_model import one_thread  # noqa: F401
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -205,30 +205,60 @@ def test_a_callback_may_generate(llm: LLM):
     assert inner[0] == llm.generate([9, 8], GREEDY)[0].outputs[0].token_ids
 
 
-@pytest.mark.parametrize(
-    ("owner", "method"),
-    [(Runner, "_sample"), (StepResult, "tokens")],
-    ids=["while it is launched", "when its tokens are fetched"],
-)
-def test_a_step_that_fails_loses_no_token_of_the_others(llm: LLM, monkeypatch, owner, method):
+class Failing:
+    """A runner whose steps raise while they compute a request: launched, or when fetched."""
+
+    def __init__(self, llm: LLM, prompt: list[int], when: str, times: int = 1 << 30) -> None:
+        self.core, self.prompt, self.when, self.left = llm._parts.core, prompt, when, times
+        self.run = llm._parts.runner.run
+
+    def __call__(self, batch: Any) -> Any:
+        requests = [s.request for i, s in self.core._sequences.items() if i in batch.seq_ids]
+        if not any(r.output.prompt_token_ids == self.prompt for r in requests) or not self.left:
+            return self.run(batch)
+        self.left -= 1
+        if self.when == "launched":
+            raise MemoryError("full")
+        result = self.run(batch)
+        result.tokens = self.fail
+        return result
+
+    def fail(self) -> None:
+        raise MemoryError("full")
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "one step ahead"])
+@pytest.mark.parametrize("when", ["launched", "fetched"])
+def test_a_step_that_fails_loses_only_the_request_concerned(
+    llm: LLM, monkeypatch, when: str, ahead: bool
+):
     # A bias makes one token come back, so that counting a step twice would show.
     params = SamplingParams(
         temperature=0, max_tokens=12, ignore_eos=True, frequency_penalty=0.9, logit_bias={7: 9.0}
     )
     expected = llm.generate([5, 6, 7], params)[0].outputs[0].token_ids
     assert 2 < expected.count(7) < 12
+    monkeypatch.setattr(llm._parts.runner, "asynchronous", ahead)
     other = llm.stream([5, 6, 7], params)
     got = [token for _ in range(2) for token in next(other).token_ids]
-
-    def fail(*_: Any) -> None:
-        raise MemoryError("full")
-
     with monkeypatch.context() as patch:
-        patch.setattr(owner, method, fail)
-        with pytest.raises(MemoryError, match="full"):
-            llm.generate([1, 2], GREEDY)
+        patch.setattr(llm._parts.runner, "run", Failing(llm, [1, 2], when))
+        with pytest.warns(RuntimeWarning, match="raised MemoryError"):
+            (failed,) = llm.generate([1, 2], GREEDY)
+    assert failed.outputs[0].finish_reason == "error"
+    assert isinstance(failed.error, MemoryError)
     got += [token for piece in other for token in piece.token_ids]
     assert got == expected
+    assert llm.stats().used_blocks == 0
+
+
+def test_a_step_that_fails_once_loses_nobody(llm: LLM, monkeypatch):
+    prompts = [[1, 2], [5, 6, 7], tiny_model.prompt_of(20)]
+    expected = [o.outputs[0].token_ids for o in llm.generate(prompts, GREEDY)]
+    monkeypatch.setattr(llm._parts.runner, "run", Failing(llm, [1, 2], "launched", times=1))
+    outputs = llm.generate(prompts, GREEDY)
+    assert [o.outputs[0].token_ids for o in outputs] == expected
+    assert all(o.error is None for o in outputs)
 
 
 def test_a_step_that_fails_loses_no_prompt_position(llm: LLM, monkeypatch):
@@ -236,11 +266,32 @@ def test_a_step_that_fails_loses_no_prompt_position(llm: LLM, monkeypatch):
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=0)
     stream = llm.stream(prompt, params)
     with monkeypatch.context() as patch:
-        patch.setattr(llm._parts.runner, "_sample", lambda *_: (_ for _ in ()).throw(MemoryError))
-        with pytest.raises(MemoryError):
+        patch.setattr(llm._parts.runner, "run", Failing(llm, [1, 2], "launched"))
+        with pytest.warns(RuntimeWarning, match="raised MemoryError"):
             llm.generate([1, 2], GREEDY)
     (final,) = [piece.request for piece in stream if piece.request is not None]
     assert [next(iter(entry)) for entry in final.prompt_logprobs[1:]] == prompt[1:]
+
+
+def test_a_tokenizer_that_fails_loses_only_that_request(llm: LLM, monkeypatch):
+    prompts = [tiny_model.prompt_of(6, i) for i in range(4)]
+    expected = [output.outputs[0].token_ids for output in llm.generate(prompts, GREEDY)]
+    read = Sequence._read
+
+    def failing(self: Sequence, token: int, *, stopped: bool) -> Any:
+        if self.request.prompt_index == 1 and len(self.token_ids) == 3:
+            raise RuntimeError("no such character")
+        return read(self, token, stopped=stopped)
+
+    monkeypatch.setattr(Sequence, "_read", failing)
+    outputs = llm.generate(prompts, GREEDY)
+    for i, (output, tokens) in enumerate(zip(outputs, expected)):
+        assert output.outputs[0].token_ids == (tokens[:3] if i == 1 else tokens)
+        assert (str(output.error) == "no such character") == (i == 1)
+    assert outputs[1].outputs[0].finish_reason == "error"
+    with pytest.raises(RuntimeError, match="no such character"):
+        raise outputs[1].error
+    assert llm.stats().used_blocks == 0
 
 
 def test_threads_share_the_model(llm: LLM):

@@ -23,7 +23,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama")
     # Heads of 64 and rows of 256: what the kernels' vector loads want.
     tiny_model.save_llama(
-        folder, hidden_size=256, intermediate_size=512, head_dim=64, initializer_range=0.1
+        folder,
+        hidden_size=256,
+        intermediate_size=512,
+        head_dim=64,
+        initializer_range=0.1,
+        max_position_embeddings=1024,
     )
     tiny_model.save_tokenizer(folder)
     return folder

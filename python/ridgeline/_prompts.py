@@ -23,6 +23,18 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return items
 
 
+def one_each(name: str, value: Any, count: int) -> list[Any]:
+    """One value for all, or one each; numbers, or None for a deadline."""
+    each: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * count
+    kinds: Any = int if name == "priority" else (int, float, type(None))
+    for one in each:
+        if isinstance(one, bool) or not isinstance(one, kinds):
+            raise TypeError(f"{name} must be a number, or a list of them, got {one!r}")
+    if len(each) != count:
+        raise ValueError(f"{name} must be one, or one for each of {count} prompts: got {len(each)}")
+    return each
+
+
 def params_list(
     params: SamplingParams | Sequence[SamplingParams] | None, count: int
 ) -> list[SamplingParams]:

@@ -11,17 +11,18 @@ from typing import Any, TextIO
 
 import torch
 
-from ridgeline._C import engine
 from ridgeline._loader import CUDA
+from ridgeline._start import Starter
 from ridgeline.core import Core
-from ridgeline.kv_cache import KV_DTYPES, KVCache, KVCacheLayout, blocks_for_cpu, blocks_for_cuda
+from ridgeline.kv_cache import KV_DTYPES
+from ridgeline.memory import MemoryLine
 from ridgeline.models.config import DTYPES, ModelConfig
-from ridgeline.models.decoder import Decoder
 from ridgeline.models.gguf import GgufFile, gguf_file
 from ridgeline.models.linear import QUANTIZATIONS
 from ridgeline.models.loader import LoadOptions, load_decoder, random_decoder
-from ridgeline.runner import Runner, StepLimits
+from ridgeline.runner import Runner
 from ridgeline.tokenizer import Tokenizer
+from ridgeline.trace import Recorder, make_scheduler
 
 Progress = Callable[[int, int], None]
 _LOAD_FORMATS = ("auto", "safetensors", "random")
@@ -48,6 +49,8 @@ class EngineOptions:
     load_format: str
     check_weights: bool
     trace: Path | None
+    latency_target: float | None
+    swap_space: float
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, ("auto", *DTYPES))
@@ -76,6 +79,10 @@ class EngineOptions:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
+        if self.latency_target is not None and not self.latency_target > 0:
+            raise ValueError(f"latency_target must be above 0, got {self.latency_target}")
+        if not 0 <= self.swap_space < float("inf"):
+            raise ValueError(f"swap_space must be at least 0, got {self.swap_space}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), "
@@ -95,6 +102,7 @@ class Parts:
     num_blocks: int
     device: torch.device
     trace: TextIO | None
+    memory: tuple[MemoryLine, ...]
 
     def close(self) -> None:
         """Lets go of everything and returns the GPU's memory to the driver."""
@@ -137,6 +145,7 @@ def build(
             "rows: prompts with a token beyond them are refused",
             stacklevel=3,
         )
+    starter = Starter(config, options, device, dtype, max_model_len)
     load = LoadOptions(
         device=device,
         dtype=dtype,
@@ -150,76 +159,34 @@ def build(
             decoder = random_decoder(config, load, options.seed, progress)
         else:
             decoder = load_decoder(config, gguf or folder, load, progress)
-        runner, num_blocks, max_model_len = _runner(decoder, options, dtype, max_model_len)
-    scheduler = engine.Scheduler(
-        num_blocks=num_blocks,
-        block_size=options.block_size,
-        max_model_len=max_model_len,
-        vocab_size=config.vocab_size,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        eos_token_ids=config.eos_token_ids,
-        enable_prefix_caching=options.enable_prefix_caching,
-        seed=options.seed,
-        decision_log_size=1 << 16,
-    )
+        started = starter.start(decoder)
     trace = None if options.trace is None else options.trace.open("w", encoding="utf-8")
+    scheduler, settings = make_scheduler(started.settings), started.settings
+    recorder = None
+    if trace is not None:
+        recorder = Recorder(scheduler, settings, trace, started.machine)
     core = Core(
         scheduler,
-        runner,
+        started.runner,
         tokenizer,
         vocab_size=config.vocab_size,
-        max_model_len=max_model_len,
+        max_model_len=settings["max_model_len"],
         eos_token_ids=config.eos_token_ids,
         seed=options.seed,
-        trace=trace,
+        recorder=recorder,
+        keeps_latency=options.latency_target is not None,
     )
-    return Parts(core, runner, tokenizer, no_tokenizer, max_model_len, num_blocks, device, trace)
-
-
-def _runner(
-    decoder: Decoder, options: EngineOptions, dtype: torch.dtype, max_model_len: int
-) -> tuple[Runner, int, int]:
-    """The runner, the blocks of its cache, and the context that fits into them."""
-    device = decoder.embedding.device
-    layout = KVCacheLayout.of(decoder.config, options.block_size, options.kv_cache_dtype, dtype)
-    use_graphs = device.type == "cuda" and not options.enforce_eager
-
-    def make(num_blocks: int, context: int) -> Runner:
-        cache = KVCache.allocate(layout, num_blocks, device)
-        limits = StepLimits(
-            max_num_seqs=options.max_num_seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            max_blocks_per_seq=-(-context // options.block_size),
-        )
-        return Runner(decoder, cache, limits, use_graphs=use_graphs)
-
-    if options.num_blocks is not None:
-        num_blocks = options.num_blocks
-    elif device.type == "cpu":
-        num_blocks = blocks_for_cpu(layout, max_model_len)
-    else:
-        activations = _activation_bytes(lambda: make(1, max_model_len), options, device)
-        num_blocks = blocks_for_cuda(layout, device, options.gpu_memory_utilization, activations)
-    if options.max_model_len is None:
-        max_model_len = min(max_model_len, (num_blocks - 1) * options.block_size)
-    return make(num_blocks, max_model_len), num_blocks, max_model_len
-
-
-def _activation_bytes(
-    make_runner: Callable[[], Runner], options: EngineOptions, device: torch.device
-) -> int:
-    """What runs beside weights and cache take at most, measured, buffers included: the largest
-    prefill step, and as much as the largest decode step for the pool of the graphs."""
-    before = torch.cuda.memory_allocated(device)
-    runner = make_runner()
-    total = 0
-    for tokens, max_q in ((options.max_num_batched_tokens,) * 2, (options.max_num_seqs, 1)):
-        torch.cuda.reset_peak_memory_stats(device)
-        runner.profile(tokens, max_q)
-        torch.cuda.synchronize(device)
-        total += torch.cuda.max_memory_allocated(device) - before
-    return total
+    return Parts(
+        core=core,
+        runner=started.runner,
+        tokenizer=tokenizer,
+        no_tokenizer=no_tokenizer,
+        max_model_len=settings["max_model_len"],
+        num_blocks=settings["num_blocks"],
+        device=device,
+        trace=trace,
+        memory=started.memory,
+    )
 
 
 def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ridgeline._cli import generate, info
+from ridgeline._cli import generate, info, plan, replay
 from ridgeline._version import __version__
 
 _USER_ERROR = 2
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ridgeline {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (generate, info):
+    for command in (generate, plan, replay, info):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     try:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import random
 import time
+import warnings
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from collections.abc import Sequence as SequenceOf
-from typing import TextIO
+from typing import Any
 
 from ridgeline._C import engine
+from ridgeline.metrics import Meter
 from ridgeline.outputs import StreamOutput
 from ridgeline.request import Request, Sequence
 from ridgeline.runner import Runner, StepResult
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.tokenizer import Tokenizer
+from ridgeline.trace import Recorder
 
 _SEEDS = 2**63
 _MIX = 0x9E3779B97F4A7C15
@@ -26,6 +28,9 @@ class Core:
 
     On a GPU the next step is scheduled and launched while one still runs: a sequence that turns
     out to have ended is dropped from it.
+
+    A step that raises is forgotten, and who was in it is computed again, each request alone for
+    one step: whose step raises once more ends with the error, the others go on.
     """
 
     def __init__(
@@ -38,20 +43,27 @@ class Core:
         max_model_len: int,
         eos_token_ids: SequenceOf[int],
         seed: int,
-        trace: TextIO | None,
+        recorder: Recorder | None = None,
+        keeps_latency: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.scheduler = scheduler
+        self.meter = Meter()
         self._runner = runner
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos = tuple(eos_token_ids)
         self._seeds = random.Random(seed)
-        self._trace = None if trace is None else _Trace(scheduler, trace)
+        self._recorder = recorder
+        self._keeps_latency = keeps_latency
+        self._clock = clock
         self._in_flight: deque[tuple[engine.Batch, float, StepResult]] = deque()
+        self._last_done = 0.0
         self._requests: dict[str, Request] = {}
         self._sequences: dict[int, Sequence] = {}
         self._unscheduled: dict[int, Request] = {}
+        self._suspects: deque[Request] = deque()
         self._ids = _SequenceIds()
         self._num_requests = 0
 
@@ -62,24 +74,35 @@ class Core:
         params: SamplingParams,
         updates: deque[StreamOutput],
         prompt_index: int,
+        *,
+        streams: bool = True,
+        priority: int = 0,
+        deadline: float | None = None,
     ) -> Request:
-        """Queues a request; what it produces goes to ``updates``. ValueError: nothing is kept."""
+        """Queues a request; what it produces goes to ``updates``. ValueError: nothing is kept.
+
+        ``streams``: False leaves out pieces that end no output. ``deadline``: seconds from now.
+        """
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("logit_bias", params.logit_bias)
         if params.stop and self._tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model has none")
         seed = self._seeds.randrange(_SEEDS) if params.seed is None else params.seed
+        arrival = self._clock()
+        now = int(arrival * 1e6)
         seq_ids = self._ids.take(params.n)
+        arguments: dict[str, Any] = {
+            "max_tokens": self._max_model_len if params.max_tokens is None else params.max_tokens,
+            "min_tokens": params.min_tokens,
+            "stop_token_ids": params.stop_token_ids,
+            "ignore_eos": params.ignore_eos,
+            "prompt_logprobs": params.prompt_logprobs is not None,
+            "priority": priority,
+            "now": now,
+            "deadline": None if deadline is None else now + int(deadline * 1e6),
+        }
         try:
-            self.scheduler.add(
-                seq_ids,
-                token_ids,
-                max_tokens=self._max_model_len if params.max_tokens is None else params.max_tokens,
-                min_tokens=params.min_tokens,
-                stop_token_ids=params.stop_token_ids,
-                ignore_eos=params.ignore_eos,
-                prompt_logprobs=params.prompt_logprobs is not None,
-            )
+            self.scheduler.add(seq_ids, token_ids, **arguments)
         except Exception:
             self._ids.give_back(seq_ids)
             raise
@@ -92,7 +115,8 @@ class Core:
             updates,
             prompt_index=prompt_index,
             tokenizer=self._tokenizer,
-            arrival_time=time.perf_counter(),
+            arrival_time=arrival,
+            streams=streams,
         )
         self._num_requests += 1
         self._requests[request.output.request_id] = request
@@ -103,8 +127,10 @@ class Core:
             # The n outputs differ by their seeds, the first one has the request's own.
             own_seed = (seed + sequence.index * _MIX) % _SEEDS
             self._runner.sampling.add(sequence.seq_id, params, own_seed, token_ids, blocked)
-        if self._trace is not None:
-            self._trace.added(request.output.request_id, seq_ids)
+        if self._recorder is not None:
+            self._recorder.added(
+                request.output.request_id, seq_ids=seq_ids, prompt=token_ids, **arguments
+            )
         return request
 
     def abort(self, request_id: str, reason: str = "abort", error: Exception | None = None) -> bool:
@@ -112,34 +138,58 @@ class Core:
         request = self._requests.get(request_id)
         if request is None:
             return False
-        now = time.perf_counter()
-        request.output.error = error
-        for sequence in request.sequences:
-            if not sequence.finished:
-                self.scheduler.finish(sequence.seq_id, "abort")
-                sequence.end(reason, now)
-                self._drop(sequence)
+        self._end(request, reason, error)
         self._drain()
         return True
 
     def step(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
-        batch = self.scheduler.schedule()
+        only = self._next_suspect()
+        batch = self._schedule(only)
+        if batch is None and only:  # nothing to compute for it before others go on
+            self._suspects.popleft()
+            return True
         if batch is not None:
             self._ids.scheduled += 1
-            start = time.perf_counter()
+            start = self._clock()
             try:
                 self._in_flight.append((batch, start, self._runner.run(batch)))
+            except Exception as error:
+                self._fail(error, batch)
+                return True
             except BaseException:
                 self._discard()
                 raise
-            if self._runner.asynchronous and len(self._in_flight) < 2:
+            if self._runner.asynchronous and not only and len(self._in_flight) < 2:
                 return True
         if not self._in_flight:
-            return False
+            return bool(self._suspects)
         self._commit()
+        if only and self._suspects:
+            self._suspects.popleft()
         self._drain()
         return True
+
+    def _next_suspect(self) -> list[int]:
+        """The unfinished sequences of the request to be tried alone; none: all may run."""
+        while self._suspects:
+            live = [s.seq_id for s in self._suspects[0].sequences if not s.finished]
+            if live:
+                return live
+            self._suspects.popleft()
+        return []
+
+    def _schedule(self, only: list[int]) -> engine.Batch | None:
+        seconds = self._clock()
+        now = int(seconds * 1e6)
+        batch = self.scheduler.schedule(now, only)
+        if self._recorder is not None:
+            self._recorder.scheduled(now, only, batch)
+        for seq_id in self.scheduler.take_expired():
+            sequence = self._sequences[seq_id]
+            sequence.end("deadline", seconds)
+            self._drop(sequence)
+        return batch
 
     def _drain(self) -> None:
         """Waits for steps that run for nobody: nothing is left in flight without a request."""
@@ -148,13 +198,16 @@ class Core:
 
     def _commit(self) -> None:
         """Waits for the oldest step and takes its tokens."""
-        batch, start, result = self._in_flight.popleft()
+        batch, start, result = self._in_flight[0]
         try:
             tokens = result.tokens()
+        except Exception as error:
+            return self._fail(error)
         except BaseException:
             self._discard()
             raise
-        now = time.perf_counter()
+        self._in_flight.popleft()
+        now = self._clock()
         if self._unscheduled and batch.num_tokens > batch.num_decode_tokens:
             for seq_id in batch.seq_ids:
                 request = self._unscheduled.pop(seq_id, None)
@@ -166,17 +219,66 @@ class Core:
                 sequence = self._sequences.get(row_seq_ids[row])
                 if sequence is not None:
                     sequence.request.add_prompt_logprobs(result.candidates(row))
-        for output in self.scheduler.commit(batch, tokens):
-            sequence = self._sequences[output.seq_id]
-            candidates = result.candidates(output.row) if sequence.wants_logprobs else None
-            stopped = sequence.append(output.token, output.finish_reason, candidates, now)
-            if stopped and output.finish_reason is None:
-                self.scheduler.finish(output.seq_id, "stop")
+        outputs = self.scheduler.commit(batch, tokens)
+        if self._recorder is not None:
+            self._recorder.committed(batch, tokens)
+        self._take(outputs, result, now)
+        self._ids.committed += 1
+        self._measure(batch, start, now)
+
+    def _take(self, outputs: list[engine.Output], result: StepResult, now: float) -> None:
+        """Gives each sequence its token. What raises there ends that request alone."""
+        sequences = self._sequences
+        for output in outputs:
+            sequence = sequences.get(output.seq_id)
+            if sequence is None:  # a sibling's error has ended it
+                continue
+            finish_reason = output.finish_reason
+            try:
+                candidates = result.candidates(output.row) if sequence.wants_logprobs else None
+                stopped = sequence.append(output.token, finish_reason, candidates, now)
+            except Exception as error:
+                ended = {o.seq_id for o in outputs if o.finish_reason is not None}
+                self._end(sequence.request, "error", error, ended)
+                continue
+            if stopped and finish_reason is None:
+                self._finish(output.seq_id, "stop")
             if sequence.finished:
                 self._drop(sequence)
-        self._ids.committed += 1
-        if self._trace is not None:
-            self._trace.write()
+
+    def _measure(self, batch: engine.Batch, start: float, now: float) -> None:
+        # A step waits for the one before; its time is what it adds.
+        seconds = now - max(start, self._last_done)
+        self._last_done = now
+        scale = self.meter.step(batch, seconds)
+        if self._recorder is not None:
+            self._recorder.ran(batch, seconds)
+        if self._keeps_latency and scale is not None:
+            self.scheduler.set_time_scale(scale)
+            if self._recorder is not None:
+                self._recorder.scaled(scale)
+
+    def _finish(self, seq_id: int, reason: str) -> None:
+        self.scheduler.finish(seq_id, reason)
+        if self._recorder is not None:
+            self._recorder.finished(seq_id, reason)
+
+    def _end(
+        self,
+        request: Request,
+        reason: str,
+        error: Exception | None,
+        ended: Collection[int] = (),
+    ) -> None:
+        """Ends a request; the scheduler has ended the sequences in ``ended`` already."""
+        now = self._clock()
+        request.output.error = error
+        for sequence in request.sequences:
+            if not sequence.finished:
+                if sequence.seq_id not in ended:
+                    self._finish(sequence.seq_id, "abort")
+                sequence.end(reason, now)
+                self._drop(sequence)
 
     def _drop(self, sequence: Sequence) -> None:
         del self._sequences[sequence.seq_id]
@@ -185,10 +287,30 @@ class Core:
         self._ids.retire(sequence.seq_id)
         if sequence.request.finished:
             del self._requests[sequence.request.output.request_id]
+            self.meter.request(sequence.request.output)
+
+    def _fail(self, error: Exception, batch: engine.Batch | None = None) -> None:
+        """A step raised: its requests are suspected, or the only one is ended."""
+        batches = [flying for flying, _, _ in self._in_flight]
+        seq_ids = [i for b in [*batches, *([] if batch is None else [batch])] for i in b.seq_ids]
+        sequences = [self._sequences[i] for i in dict.fromkeys(seq_ids) if i in self._sequences]
+        suspects = list({id(s.request): s.request for s in sequences}.values())
+        self._discard()
+        if len(suspects) > 1:
+            self._suspects = deque(suspects)
+        for request in suspects if len(suspects) == 1 else ():
+            self._end(request, "error", error)
+            warnings.warn(
+                f"a step of request {request.output.request_id} raised {error!r}; it ends there",
+                RuntimeWarning,
+                stacklevel=4,
+            )
 
     def _discard(self) -> None:
         """After a failed run: the sequences go back to the queue, no token of theirs is lost."""
         self.scheduler.discard()
+        if self._recorder is not None:
+            self._recorder.discarded()
         self._in_flight.clear()
         self._ids.committed = self._ids.scheduled
         for sequence in self._sequences.values():
@@ -226,33 +348,3 @@ class _SequenceIds:
 
     def retire(self, seq_id: int) -> None:
         self._retired.append((self.scheduled, seq_id))
-
-
-class _Trace:
-    """Writes the scheduler's decisions as JSON lines, and which request has which sequences."""
-
-    def __init__(self, scheduler: engine.Scheduler, file: TextIO) -> None:
-        self._scheduler = scheduler
-        self._file = file
-        self._next = 0
-
-    def added(self, request_id: str, seq_ids: list[int]) -> None:
-        self._line(event="added", request_id=request_id, seq_ids=seq_ids)
-
-    def write(self) -> None:
-        for decision in self._scheduler.decisions(self._next):
-            if decision.index > self._next:
-                self._line(event="lost", decisions=decision.index - self._next)
-            self._next = decision.index + 1
-            self._line(
-                event=decision.reason.name.lower(),
-                index=decision.index,
-                step=decision.step,
-                seq_id=decision.seq_id,
-                a=decision.a,
-                b=decision.b,
-            )
-        self._file.flush()
-
-    def _line(self, **fields: object) -> None:
-        self._file.write(json.dumps(fields) + "\n")

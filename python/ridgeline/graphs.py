@@ -35,13 +35,8 @@ class StepBuffers:
         extra: int,
     ) -> None:
         """``extra``: int32s a step may add to its arena."""
-        # Three arrays of tokens, three of sequences, three of rows, each padded. A step has a row
-        # for each token at most, and one more for each sequence that samples from a position
-        # whose row another has. Then the lists: no block-table entry is updated twice, no
-        # sequence copies more than one block.
         tokens, seqs = max_num_batched_tokens, max_num_seqs
-        fixed = 6 * tokens + 6 * seqs + 10 * _ALIGNMENT
-        self._capacity = fixed + 3 * seqs * max_blocks_per_seq + 2 * seqs + extra
+        self._capacity = self._arena_words(tokens, seqs, max_blocks_per_seq) + extra
         self.block_tables = torch.zeros(
             (seqs, max_blocks_per_seq), dtype=torch.int32, device=device
         )
@@ -53,6 +48,24 @@ class StepBuffers:
             for _ in range(_STAGES):
                 stage = torch.empty(self._capacity, dtype=torch.int32, pin_memory=True)
                 self._stages.append((stage, torch.cuda.Event()))
+
+    @staticmethod
+    def _arena_words(tokens: int, seqs: int, blocks: int) -> int:
+        # Three arrays of tokens, three of sequences, three of rows, each padded. A step has a row
+        # for each token at most, and one more for each sequence that samples from a position
+        # whose row another has. Then the lists: no block-table entry is updated twice, no
+        # sequence copies more than one block.
+        fixed = 6 * tokens + 6 * seqs + 10 * _ALIGNMENT
+        return fixed + 3 * seqs * blocks + 2 * seqs
+
+    @classmethod
+    def words(
+        cls, *, max_num_seqs: int, max_blocks_per_seq: int, max_num_batched_tokens: int, extra: int
+    ) -> int:
+        """int32s of all of it on a GPU."""
+        tokens, seqs = max_num_batched_tokens, max_num_seqs
+        arena = cls._arena_words(tokens, seqs, max_blocks_per_seq) + extra
+        return arena + seqs * max_blocks_per_seq + tokens + seqs
 
     def upload(
         self, arena: engine.Arena, count: int, fill: Callable[[Tensor], None]
@@ -84,6 +97,7 @@ class DecodeGraphs:
     """Captured decode steps by key, made when first needed; all use one memory pool.
 
     Attributes:
+        replays: steps that replayed one.
         logits: ``[max_num_seqs, vocab]``, where every step leaves its rows. That costs a copy of
             them, and spares the pool a tensor of logits for each graph.
     """
@@ -91,6 +105,7 @@ class DecodeGraphs:
     def __init__(self, max_num_seqs: int, vocab: int, like: Tensor) -> None:
         self.buckets = decode_buckets(max_num_seqs)
         self.logits = like.new_empty((max_num_seqs, vocab))
+        self.replays = 0
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
     def key(self, tokens: int, shared_blocks: int) -> GraphKey | None:
@@ -116,6 +131,7 @@ class DecodeGraphs:
                 self.logits[:rows].copy_(compute())
             self._graphs[key] = graph
         graph.replay()
+        self.replays += 1
         return self.logits[:rows]
 
     def clear(self) -> None:

@@ -11,10 +11,11 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ridgeline._prompts import Prompt, params_list, prompt_list, tokenize
+from ridgeline._prompts import Prompt, one_each, params_list, prompt_list, tokenize
 from ridgeline._setup import EngineOptions, Parts, build
 from ridgeline.chat import Messages
 from ridgeline.core import Core
+from ridgeline.memory import MemoryLine
 from ridgeline.outputs import RequestOutput, Stats, StreamOutput
 from ridgeline.progress import LoadingBar, ProgressBar
 from ridgeline.request import Request
@@ -48,7 +49,12 @@ class LLM:
         enforce_eager: no CUDA graphs.
         load_format: "auto" and "safetensors" read the checkpoint; "random" needs none.
         check_weights: refuse a checkpoint with NaN or infinity in it, naming the tensors.
-        trace: a file for the scheduler's decisions, one JSON object a line.
+        trace: a file for all that the scheduler is told and decides, and the time of steps
+            beside their roofline prediction, one JSON object a line; ``ridgeline replay`` reads it.
+        latency_target: seconds that a step should take at most while requests decode: chunks of
+            prompts are cut to what is predicted to fit. None: as large as the token budget.
+        swap_space: GiB of pinned host memory where preempted requests may wait instead of being
+            computed again, if that is predicted to be faster.
         progress: True shows a bar on stderr while loading; a function is called with the tensors
             loaded and their number in all.
 
@@ -81,6 +87,8 @@ class LLM:
         load_format: str = "auto",
         check_weights: bool = False,
         trace: str | Path | None = None,
+        latency_target: float | None = None,
+        swap_space: float = 0.0,
         progress: bool | Callable[[int, int], None] = False,
     ) -> None:
         self._parts: Parts | None = None
@@ -103,6 +111,8 @@ class LLM:
             load_format=load_format,
             check_weights=check_weights,
             trace=None if trace is None else Path(trace),
+            latency_target=latency_target,
+            swap_space=swap_space,
         )
         bar = LoadingBar() if progress is True else None
         callback = bar.update if bar is not None else progress
@@ -126,6 +136,8 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        priority: int | Sequence[int] = 0,
+        deadline: float | Sequence[float | None] | None = None,
         progress: bool | Callable[[StreamOutput], None] = False,
     ) -> list[RequestOutput]:
         """Completes every prompt; the results are in the order of the prompts.
@@ -133,6 +145,10 @@ class LLM:
         Args:
             prompts: one or many; text or token ids.
             params: one for all, or one each; None: ``SamplingParams()``.
+            priority: one for all, or one each. A smaller one is served earlier: as if it had
+                arrived ten seconds earlier for each unit, so that nobody waits for ever.
+            deadline: seconds from now, after which a request ends with what it has and
+                ``finish_reason`` "deadline"; near ones are served earlier. None: none.
             progress: True shows a bar on stderr; a function is called with each piece of output.
                 If it raises, that request ends with ``finish_reason`` "error" and the exception
                 in ``error``, and a warning is given; the others go on.
@@ -140,7 +156,9 @@ class LLM:
         Raises:
             ValueError, TypeError: a prompt or its parameters cannot be served; nothing was run.
         """
-        updates, requests = self._submit(prompts, params)
+        updates, requests = self._submit(
+            prompts, params, priority, deadline, streams=progress is not False
+        )
         by_id = {request.output.request_id: request for request in requests}
         bar = ProgressBar(len(requests)) if progress is True else None
         callback = bar.update if bar is not None else progress
@@ -198,13 +216,16 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+        deadline: float | Sequence[float | None] | None = None,
     ) -> Iterator[StreamOutput]:
         """Like :meth:`generate`, but yields each piece of output as it comes.
 
         The prompts are checked and queued by the call itself. Closing the iterator, or leaving
         its loop, aborts what still runs.
         """
-        updates, requests = self._submit(prompts, params)
+        updates, requests = self._submit(prompts, params, priority, deadline, streams=True)
         return self._stream(updates, requests)
 
     def abort(self, request_id: str) -> bool:
@@ -213,10 +234,26 @@ class LLM:
             return self._core().abort(request_id)
 
     def stats(self) -> Stats:
-        """Blocks (free, cached, used), sequences, steps, prefix hits, preemptions."""
+        """Blocks and sequences now; since the start prefix hits and preemptions, latencies, rates
+        and shares of the machine's peaks."""
         with self._lock:
-            counts = self._core().scheduler.stats()
-        return Stats(**{field.name: getattr(counts, field.name) for field in fields(Stats)})
+            core, runner = self._core(), self._open_parts().runner
+            counts, meter = core.scheduler.stats(), core.meter
+            graphs, replays = runner.graph_counts
+            measured: dict[str, Any] = {
+                "kv_occupancy": counts.used_blocks / counts.total_blocks,
+                "prefix_hit_rate": counts.prefix_hit_tokens / max(counts.prefix_query_tokens, 1),
+                "graphs": graphs,
+                "graph_replays": replays,
+                **meter.values(),
+            }
+        names = [field.name for field in fields(Stats) if field.name not in measured]
+        return Stats(**{name: getattr(counts, name) for name in names}, **measured)
+
+    @property
+    def memory(self) -> tuple[MemoryLine, ...]:
+        """What the memory was planned for, line by line, beside what was taken at the start."""
+        return self._open_parts().memory
 
     @property
     def max_model_len(self) -> int:
@@ -256,19 +293,35 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+        deadline: float | Sequence[float | None] | None,
+        *,
+        streams: bool,
     ) -> tuple[deque[StreamOutput], list[Request]]:
         """Queues all prompts, or none if one cannot be served."""
         parts = self._open_parts()
         items = prompt_list(prompts)
         each = params_list(params, len(items))
         token_ids = tokenize(items, parts.tokenizer, parts.no_tokenizer)
+        priorities = one_each("priority", priority, len(items))
+        deadlines = one_each("deadline", deadline, len(items))
         updates: deque[StreamOutput] = deque()
         requests: list[Request] = []
         with self._lock:
             try:
                 for i, (item, ids, one) in enumerate(zip(items, token_ids, each, strict=True)):
                     text = item if isinstance(item, str) else None
-                    requests.append(self._core().add(text, ids, one, updates, i))
+                    request = self._core().add(
+                        text,
+                        ids,
+                        one,
+                        updates,
+                        i,
+                        streams=streams,
+                        priority=priorities[i],
+                        deadline=deadlines[i],
+                    )
+                    requests.append(request)
             except (ValueError, TypeError) as error:
                 self._abandon(requests)
                 where = f"prompt {len(requests)}: " if len(items) > 1 else ""

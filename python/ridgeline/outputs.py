@@ -30,6 +30,7 @@ class RequestMetrics:
     first_token_time: float | None = None
     finished_time: float | None = None
     token_times: list[float] = field(default_factory=list)
+    prompt_tokens: int = 0
 
     @property
     def queue(self) -> float | None:
@@ -56,14 +57,39 @@ class RequestMetrics:
         """The times between tokens of the first output: one less than it has tokens."""
         return [b - a for a, b in zip(self.token_times, self.token_times[1:])]
 
+    @property
+    def inter_token_p50(self) -> float | None:
+        return self._gap(0.5)
+
+    @property
+    def inter_token_p99(self) -> float | None:
+        return self._gap(0.99)
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Prompt tokens a second of :attr:`prefill`; cached ones count."""
+        return self.prompt_tokens / self.prefill if self.prefill else None
+
+    @property
+    def decode_rate(self) -> float | None:
+        """Tokens a second of the first output, behind its first token."""
+        times = self.token_times
+        span = times[-1] - times[0] if len(times) > 1 else 0.0
+        return (len(times) - 1) / span if span else None
+
+    def _gap(self, share: float) -> float | None:
+        gaps = sorted(self.inter_token)
+        return gaps[min(int(share * len(gaps)), len(gaps) - 1)] if gaps else None
+
 
 @dataclass
 class CompletionOutput:
     """One of the ``n`` outputs of a request.
 
     Attributes:
-        finish_reason: "stop" (end of sequence, stop token or stop string), "length", "abort", or
-            "error" (the callback raised); None while the request runs.
+        finish_reason: "stop" (end of sequence, stop token or stop string), "length", "abort",
+            "deadline", or "error" (something raised, see ``RequestOutput.error``); None while the
+            request runs.
         stop_reason: the stop string or stop token that ended it; None for the model's own
             end-of-sequence token and for every other reason.
         cumulative_logprob: sum over the sampled tokens; None without ``logprobs``.
@@ -86,7 +112,8 @@ class RequestOutput:
         prompt: the text; None for a prompt given as token ids.
         prompt_logprobs: one entry a prompt token (None for the first, which nothing predicts);
             None if not asked for.
-        error: what the callback raised, if it did; the request was aborted then.
+        error: what the callback, the tokenizer or the request's step raised, if one did; the
+            request was ended then.
     """
 
     request_id: str
@@ -129,9 +156,21 @@ class StreamOutput:
 
 @dataclass(frozen=True)
 class Stats:
-    """Blocks and sequences at the moment of the call; from ``steps`` on, counts since the start.
+    """Blocks and sequences at the moment of the call; from ``steps`` on, since the start.
 
-    ``total_blocks`` is free + cached + used: the unused block 0 does not count.
+    ``total_blocks`` is free + cached + used: the unused block 0 does not count. Times are seconds
+    and None before there are any; percentiles are of the latest 4096 values.
+
+    Attributes:
+        kv_occupancy: used blocks, as a share of all.
+        swaps: preemptions in which what was computed waited in host memory.
+        prefix_hit_rate: the share of prompt tokens found in the prefix cache.
+        graphs, graph_replays: CUDA graphs captured, and steps that replayed one.
+        prefill_rate: prompt tokens a second in steps that computed some. decode_rate: output
+            tokens a second in all others.
+        prefill_mfu, decode_mfu: the operations of these steps, as a share of what the device can
+            do in their time; None where its peak is not known.
+        prefill_mbu, decode_mbu: the same of the bytes read: weights, keys and values.
     """
 
     total_blocks: int
@@ -145,8 +184,23 @@ class Stats:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     preemptions: int
+    swaps: int
     evictions: int
     copies: int
+    kv_occupancy: float
+    prefix_hit_rate: float
+    graphs: int
+    graph_replays: int
+    ttft_p50: float | None
+    ttft_p99: float | None
+    inter_token_p50: float | None
+    inter_token_p99: float | None
+    prefill_rate: float | None
+    decode_rate: float | None
+    prefill_mfu: float | None
+    prefill_mbu: float | None
+    decode_mfu: float | None
+    decode_mbu: float | None
 
 
 def _between(start: float | None, end: float | None) -> float | None:

@@ -41,8 +41,10 @@ class Request:
         prompt_index: int,
         tokenizer: Tokenizer | None,
         arrival_time: float,
+        streams: bool = True,
     ) -> None:
         self.params = params
+        self.streams = streams
         self.prompt_index = prompt_index
         self.updates = updates
         self.output = RequestOutput(
@@ -50,7 +52,7 @@ class Request:
             prompt=prompt,
             prompt_token_ids=prompt_token_ids,
             outputs=[CompletionOutput(index=i) for i in range(params.n)],
-            metrics=RequestMetrics(arrival_time),
+            metrics=RequestMetrics(arrival_time, prompt_tokens=len(prompt_token_ids)),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         self.sequences = [
@@ -139,9 +141,10 @@ class Sequence:
         return found is not None
 
     def end(self, reason: str, now: float) -> None:
-        """Ends the output between tokens: "abort" or "error"."""
+        """Ends the output between tokens: "abort", "deadline", or "error": then without the text
+        that was held back, since reading it may be what raised."""
         self._output.finish_reason = reason
-        self._emit(self._rest(), [], None, now)
+        self._emit("" if reason == "error" else self._rest(), [], None, now)
 
     def _read(self, token: int, *, stopped: bool) -> tuple[str, str | None]:
         """New text that may be shown, and the stop string in it, if any.
@@ -166,6 +169,8 @@ class Sequence:
             output.text = "".join(self._text)
             if request.finished:
                 request.output.metrics.finished_time = now
+        elif not request.streams:
+            return
         request.updates.append(
             StreamOutput(
                 request_id=request.output.request_id,

@@ -15,6 +15,7 @@ from ridgeline.kv_cache import KVCache
 from ridgeline.models.decoder import Decoder, StepInputs
 from ridgeline.request import Candidates
 from ridgeline.sampler import RowPlan, Sampler
+from ridgeline.swap_space import SwapSpace
 
 _SPARED_BYTES = 64 << 20
 """Shared keys are read apart where that spares a layer so much. It costs three kernels more, about
@@ -72,7 +73,13 @@ class Runner:
     """The model, its cache and the buffers of a step."""
 
     def __init__(
-        self, model: Decoder, cache: KVCache, limits: StepLimits, *, use_graphs: bool
+        self,
+        model: Decoder,
+        cache: KVCache,
+        limits: StepLimits,
+        *,
+        use_graphs: bool,
+        host_blocks: int = 0,
     ) -> None:
         device, vocab = model.embedding.device, model.config.vocab_size
         self._model = model
@@ -89,6 +96,7 @@ class Runner:
         self._counters = torch.zeros(
             limits.max_num_seqs * model.config.num_kv_heads + 2, dtype=torch.int32, device=device
         )
+        self._swap_space = SwapSpace(cache, host_blocks) if host_blocks else None
         self._graphs = None
         if use_graphs:
             self._graphs = DecodeGraphs(limits.max_num_seqs, vocab, like=model.embedding)
@@ -117,6 +125,9 @@ class Runner:
             arena, Sampler.words(rows), lambda out: self.sampling.fill(out, row_seq_ids)
         )
         step = _StepArrays(arena, index)
+        if self._swap_space is not None:
+            self._swap_space.save(batch.swap_outs)
+            self._swap_space.restore(batch.swap_ins)
         self._apply_lists(step)
         if key is None:
             blocks = -(-batch.max_seq_len // self._cache.block_size)
@@ -150,6 +161,11 @@ class Runner:
             logits = self._model.logits(hidden[:seqs])
             words = torch.ones(Sampler.words(seqs), dtype=torch.int32, device=device)
             self.sampling.sample(logits, words, zeros[:seqs], None, 0)
+
+    @property
+    def graph_counts(self) -> tuple[int, int]:
+        """CUDA graphs captured, and steps that replayed one."""
+        return (0, 0) if self._graphs is None else (len(self._graphs), self._graphs.replays)
 
     def close(self) -> None:
         if self._graphs is not None:

@@ -1,0 +1,76 @@
+"""``ridgeline plan``."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from ridgeline.kv_cache import KV_DTYPES, KVCacheLayout
+from ridgeline.memory import plan_memory
+from ridgeline.models.config import DTYPES, ModelConfig
+from ridgeline.models.linear import QUANTIZATIONS
+
+_UNITS = {"": 1, "M": 10**6, "G": 10**9, "T": 10**12, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
+
+
+def add_parser(commands: Any) -> None:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        help="what of a GPU's memory a model would take",
+        description="Prints what weights, buffers, activations and graphs of a model would take "
+        "of a GPU, what is left for its KV cache, and how many sequences fit into that. Reads the "
+        "configuration alone and needs no GPU. Options as those of LLM.",
+    )
+    add = parser.add_argument
+    add("model", metavar="MODEL", type=Path, help="a folder with a config.json, or that file")
+    add("--gpu-memory", required=True, metavar="SIZE", type=size, help="80GiB, 141GB")
+    add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE")
+    add("--dtype", default="auto", choices=("auto", *DTYPES))
+    add("--quantization", choices=QUANTIZATIONS)
+    add("--kv-cache-dtype", default="auto", choices=("auto", *KV_DTYPES))
+    add("--block-size", type=int, default=64, metavar="N")
+    add("--max-model-len", type=int, metavar="N")
+    add("--max-num-seqs", type=int, default=256, metavar="N")
+    add("--max-num-batched-tokens", type=int, default=8192, metavar="N")
+    add("--length", type=int, action="append", default=[], metavar="N",
+        help="tokens of a sequence to count; repeatable")  # fmt: skip
+    parser.set_defaults(run=run)
+
+
+def size(text: str) -> int:
+    """Bytes of "80GiB", "141GB", "81920MiB" or a plain number."""
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([MGT]I?)?B?", text.strip().upper())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected a size such as 80GiB, got {text!r}")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+def run(options: argparse.Namespace) -> None:
+    folder = options.model.parent if options.model.name == "config.json" else options.model
+    config = ModelConfig.from_path(folder)
+    dtype = DTYPES.get(options.dtype, config.dtype)
+    if options.dtype == "auto" and config.dtype == DTYPES["float32"]:
+        dtype = DTYPES["bfloat16"]  # as on a GPU
+    context = options.max_model_len or config.max_position
+    plan = plan_memory(
+        config,
+        KVCacheLayout.of(config, options.block_size, options.kv_cache_dtype, dtype),
+        dtype,
+        quantization=options.quantization,
+        max_model_len=context,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        budget=int(options.gpu_memory * options.gpu_memory_utilization),
+        num_blocks=None,
+        on_gpu=True,
+        graphs=True,
+    )
+    plan.check()
+    print(plan)
+    print(f"\n{plan.num_blocks} blocks of {options.block_size} tokens, one of them unused")
+    for length in options.length or sorted({1024, 8192, context}):
+        fit = plan.sequences(length)
+        most = "" if fit <= options.max_num_seqs else f" ({options.max_num_seqs} run at a time)"
+        print(f"{fit:>8} sequences of {length} tokens{most}")

@@ -1,0 +1,207 @@
+"""What an engine takes: bytes by purpose before anything is loaded, and microseconds of a step."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ridgeline.graphs import StepBuffers
+from ridgeline.kv_cache import KVCacheLayout
+from ridgeline.models.config import ModelConfig
+from ridgeline.models.weights import parameters
+from ridgeline.roofline.machine import Roofs
+from ridgeline.sampler import Sampler
+
+CONTEXT_BYTES = 900 << 20
+"""CUDA context, kernels and library handles of one process."""
+
+_HOST_BANDWIDTH = 25e9  # bytes a second between device and pinned memory: PCIe 4, 16 lanes
+_QUANTISED = ("qkv", "output", "up", "down")
+_INT4_GROUP = 128
+
+
+@dataclass(frozen=True)
+class MemoryLine:
+    """One purpose. ``taken``: measured after the start; None where it cannot be told apart."""
+
+    name: str
+    predicted: int
+    taken: int | None = None
+
+    def __str__(self) -> str:
+        taken = "" if self.taken is None else f"{self.taken / 2**20:14,.1f}"
+        return f"{self.name:<28}{self.predicted / 2**20:14,.1f}{taken}"
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Where a budget goes, and what is left for the cache.
+
+    Attributes:
+        lines: all but the cache.
+        budget: bytes for everything; None: as much as is wanted, as on a CPU.
+    """
+
+    lines: tuple[MemoryLine, ...]
+    budget: int | None
+    layout: KVCacheLayout
+    wanted_blocks: int | None = None
+
+    @property
+    def others(self) -> int:
+        return sum(line.predicted for line in self.lines)
+
+    @property
+    def num_blocks(self) -> int:
+        """Of the cache, the unused block 0 included; may be less than 2: then nothing fits."""
+        if self.wanted_blocks is not None:
+            return self.wanted_blocks
+        assert self.budget is not None
+        return max((self.budget - self.others) // self.layout.block_bytes, 0)
+
+    def sequences(self, length: int) -> int:
+        """How many sequences of so many tokens the cache holds at once."""
+        return max(self.num_blocks - 1, 0) // -(-length // self.layout.block_size)
+
+    def check(self) -> None:
+        """ValueError with all lines if not even one block fits."""
+        if self.num_blocks < 2:
+            raise ValueError(f"no room for a KV cache:\n{self}")
+
+    def __str__(self) -> str:
+        cache = MemoryLine("KV cache", self.num_blocks * self.layout.block_bytes)
+        rows = [f"{'':<28}{'MiB':>14}", *map(str, self.lines), str(cache)]
+        if self.budget is not None:
+            rows.append(str(MemoryLine("budget", self.budget)))
+        return "\n".join(rows)
+
+
+def plan_memory(
+    config: ModelConfig,
+    layout: KVCacheLayout,
+    dtype: torch.dtype,
+    *,
+    quantization: str | None,
+    max_model_len: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    budget: int | None,
+    num_blocks: int | None,
+    on_gpu: bool,
+    graphs: bool,
+) -> MemoryPlan:
+    """The plan; nothing is allocated."""
+    size, vocab = dtype.itemsize, config.vocab_size
+    blocks = -(-max_model_len // layout.block_size)
+    buffers = 4 * StepBuffers.words(
+        max_num_seqs=max_num_seqs,
+        max_blocks_per_seq=blocks,
+        max_num_batched_tokens=max_num_batched_tokens,
+        extra=Sampler.words(max_num_batched_tokens + max_num_seqs),
+    )
+    lines = [
+        MemoryLine("weights", weight_bytes(config, dtype, quantization)),
+        MemoryLine("rotary tables", _rotary_bytes(config, max_model_len)),
+        MemoryLine("step buffers", buffers),
+        MemoryLine("activations of prefill",
+                   _activations(config, size, max_num_batched_tokens, max_num_seqs)),
+    ]  # fmt: skip
+    if on_gpu:
+        decode = _activations(config, size, max_num_seqs, max_num_seqs)
+        lines.append(MemoryLine("graph pool", (decode + max_num_seqs * vocab * size) * graphs))
+        lines.append(MemoryLine("context and kernels", CONTEXT_BYTES))
+    return MemoryPlan(tuple(lines), budget, layout, num_blocks)
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> int:
+    total = 0
+    for parameter in parameters(config):
+        total += _stored(parameter.name, parameter.shape, dtype, quantization)
+    return total
+
+
+def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization: str | None) -> int:
+    *_, kind, end = name.split(".")
+    count = prod(shape)
+    if quantization is None or end != "weight" or kind not in _QUANTISED or len(shape) != 2:
+        return count * dtype.itemsize
+    if quantization == "fp8":
+        return count + 4 * shape[0]
+    return count // 2 + count // _INT4_GROUP * dtype.itemsize
+
+
+def _rotary_bytes(config: ModelConfig, max_model_len: int) -> int:
+    ropes = {layer.rope for layer in config.layers if layer.rope is not None}
+    return len(ropes) * max_model_len * config.head_dim * 4
+
+
+def _activations(config: ModelConfig, size: int, tokens: int, rows: int) -> int:
+    """The most that lives at once: in attention, in the MLP, or with the logits."""
+    hidden = config.hidden_size
+    query = config.num_heads * config.head_dim
+    qkv = query + 2 * config.num_kv_heads * config.head_dim
+    inner = config.intermediate_size * (3 if config.spec.gated else 1)
+    layer = tokens * size * max(2 * hidden + qkv + query, 3 * hidden + inner)
+    logits = tokens * hidden * size * 2 + rows * config.vocab_size * (size + 4)
+    return max(layer, logits)
+
+
+def step_cost(
+    config: ModelConfig,
+    layout: KVCacheLayout,
+    dtype: torch.dtype,
+    quantization: str | None,
+    roofs: Roofs | None,
+) -> dict[str, Any]:
+    """The arguments of ``engine.StepCost`` on a machine with these roofs; empty: not known."""
+    if roofs is None:
+        return {}
+    head = config.vocab_size * config.hidden_size
+    matrices, read = 0, 0
+    for parameter in parameters(config):
+        if len(parameter.shape) == 2 and parameter.name.startswith("layers."):
+            matrices += prod(parameter.shape)
+            read += _stored(parameter.name, parameter.shape, dtype, quantization)
+    plain = roofs.flops.get("bf16", roofs.flops["fp32"])
+    rate = roofs.flops.get("fp8", plain) if quantization == "fp8" else plain
+    row = layout.block_bytes / layout.block_size / layout.num_layers
+    windows = Counter(layer.window or 0 for layer in config.layers)
+    return {
+        "fixed_us": (read + head * dtype.itemsize) / roofs.read * 1e6,
+        "token_us": 2 * matrices / rate * 1e6,
+        "row_us": 2 * head / plain * 1e6,
+        "swap_us": layout.block_bytes / _HOST_BANDWIDTH * 1e6,
+        "attention": [
+            (
+                window,
+                layers * row / roofs.read * 1e6,
+                layers * 4 * config.num_heads * config.head_dim / plain * 1e6,
+            )
+            for window, layers in sorted(windows.items())
+        ],
+    }
+
+
+def tensor_bytes(values: Iterable[object]) -> int:
+    """Bytes of the distinct storages of the tensors among ``values`` and in their fields."""
+    seen: dict[int, int] = {}
+    todo: list[object] = list(values)
+    visited: set[int] = set()
+    while todo:
+        value = todo.pop()
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            seen[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(value, (list, tuple)):
+            todo += value
+        elif hasattr(value, "__dict__"):
+            todo += vars(value).values()
+    return sum(seen.values())

@@ -1,0 +1,97 @@
+"""What the loop measures: times of requests, rates and shares of the roofs by phase."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ridgeline._C import engine
+from ridgeline.outputs import RequestOutput
+
+_KEPT = 4096  # the latest samples of each percentile
+_SCALE_EVERY = 16  # steps between two corrections of the predicted time
+_SCALE_RANGE = (0.1, 100.0)
+
+
+def percentile(values: Collection[float], share: float) -> float | None:
+    """The smallest value with at least this share of the values up to it."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
+
+
+@dataclass
+class Phase:
+    """Sums over steps: those with prompt tokens are prefill, whatever decodes beside them."""
+
+    tokens: int = 0
+    seconds: float = 0.0
+    read_seconds: float = 0.0  # at the roof's bandwidth
+    compute_seconds: float = 0.0  # at the roof's rate
+
+    @property
+    def rate(self) -> float | None:
+        """Tokens a second: of prompts in prefill, of outputs in decode."""
+        return self.tokens / self.seconds if self.seconds else None
+
+    @property
+    def mfu(self) -> float | None:
+        return self._share(self.compute_seconds)
+
+    @property
+    def mbu(self) -> float | None:
+        return self._share(self.read_seconds)
+
+    def _share(self, seconds: float) -> float | None:
+        return seconds / self.seconds if self.seconds and seconds else None
+
+
+class Meter:
+    """Adds up steps and requests; a few additions a step."""
+
+    def __init__(self) -> None:
+        self.prefill, self.decode = Phase(), Phase()
+        self.ttft: deque[float] = deque(maxlen=_KEPT)
+        self.inter_token: deque[float] = deque(maxlen=_KEPT)
+        self._scale = 1.0
+        self._steps = 0
+
+    def step(self, batch: engine.Batch, seconds: float) -> float | None:
+        """Takes a step; now and then returns how much longer steps take than predicted."""
+        prompt_tokens = batch.num_tokens - batch.num_decode_tokens
+        phase = self.prefill if prompt_tokens else self.decode
+        phase.tokens += prompt_tokens or batch.num_decode_tokens
+        phase.seconds += seconds
+        phase.read_seconds += batch.read_us / 1e6
+        phase.compute_seconds += batch.compute_us / 1e6
+        if batch.predicted_us <= 0:
+            return None
+        # A step that waited for something else, a capture say, must not count for long.
+        ratio = min(seconds * 1e6 / batch.predicted_us, 4 * self._scale)
+        low, high = _SCALE_RANGE
+        self._scale = min(max(self._scale + (ratio - self._scale) / 8, low), high)
+        self._steps += 1
+        return self._scale if self._steps % _SCALE_EVERY == 0 else None
+
+    def request(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        if metrics.ttft is not None:
+            self.ttft.append(metrics.ttft)
+        self.inter_token.extend(metrics.inter_token)
+
+    def values(self) -> dict[str, float | None]:
+        """The fields of ``Stats`` that are measured here."""
+        shares = {"p50": 0.5, "p99": 0.99}
+        times = {"ttft": self.ttft, "inter_token": self.inter_token}
+        phases = {"prefill": self.prefill, "decode": self.decode}
+        return {
+            f"{name}_{end}": percentile(values, share)
+            for name, values in times.items()
+            for end, share in shares.items()
+        } | {
+            f"{name}_{what}": getattr(phase, what)
+            for name, phase in phases.items()
+            for what in ("rate", "mfu", "mbu")
+        }

@@ -1,0 +1,189 @@
+"""The trace of a scheduler: everything it was told and decided, and its replay without a GPU.
+
+One JSON object a line. ``start`` has the scheduler's settings; ``added``, ``schedule``, ``commit``,
+``finish``, ``discard`` and ``time_scale`` are its calls in order, each followed by the decisions
+that it made (lines with an ``index``); ``ran`` has a step's time beside its prediction.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from ridgeline._C import engine
+
+VERSION = 1
+
+
+def make_scheduler(settings: dict[str, Any]) -> engine.Scheduler:
+    """From the settings of a trace; ``cost`` is that of ``engine.StepCost``."""
+    return engine.Scheduler(**settings | {"cost": engine.StepCost(**settings["cost"])})
+
+
+class Recorder:
+    """Writes the calls of one scheduler and what came of them."""
+
+    def __init__(
+        self, scheduler: engine.Scheduler, settings: dict[str, Any], file: TextIO, machine: str
+    ) -> None:
+        self._scheduler = scheduler
+        self._file = file
+        self._next = 0
+        self._line("start", version=VERSION, machine=machine, settings=settings)
+
+    def added(self, request_id: str, **arguments: Any) -> None:
+        self._line("added", request_id=request_id, **arguments)
+        self._decisions()
+
+    def scheduled(self, now: int, only: Sequence[int], batch: engine.Batch | None) -> None:
+        step: dict[str, Any] = {"step": None}
+        if batch is not None:
+            step = {"step": batch.step, "digest": f"{batch.digest():016x}"}
+        self._line("schedule", now=now, only=list(only), **step)
+        self._decisions()
+
+    def committed(self, batch: engine.Batch, tokens: list[int]) -> None:
+        self._line("commit", step=batch.step, tokens=tokens)
+        self._decisions()
+
+    def ran(self, batch: engine.Batch, seconds: float) -> None:
+        self._line(
+            "ran",
+            step=batch.step,
+            us=round(seconds * 1e6, 1),
+            predicted_us=round(batch.predicted_us, 1),
+            tokens=batch.num_tokens,
+            decode_tokens=batch.num_decode_tokens,
+        )
+        self._file.flush()
+
+    def finished(self, seq_id: int, reason: str) -> None:
+        self._line("finish", seq_id=seq_id, reason=reason)
+        self._decisions()
+
+    def discarded(self) -> None:
+        self._line("discard")
+        self._decisions()
+
+    def scaled(self, scale: float) -> None:
+        self._line("time_scale", scale=scale)
+
+    def _decisions(self) -> None:
+        for decision in self._scheduler.decisions(self._next):
+            self._line(**_decision(decision))
+            self._next = decision.index + 1
+
+    def _line(self, event: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"event": event} | fields) + "\n")
+
+
+def _decision(decision: engine.Decision) -> dict[str, Any]:
+    return {
+        "event": decision.reason.name.lower(),
+        "index": decision.index,
+        "step": decision.step,
+        "seq_id": decision.seq_id,
+        "a": decision.a,
+        "b": decision.b,
+    }
+
+
+class ReplayError(ValueError):
+    """The scheduler decided otherwise than the trace says."""
+
+
+class Replay:
+    """Tells a new scheduler what a trace says and compares every decision and every batch.
+
+    Attributes:
+        scheduler: as it stands after the events replayed so far.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lines = enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        self._number, start = self._read(next(self._lines, (1, "{}")))
+        if start.get("event") != "start" or start.get("version") != VERSION:
+            raise ValueError(f"{path} is not a trace of version {VERSION}")
+        self.machine: str = start["machine"]
+        self.settings: dict[str, Any] = start["settings"]
+        self.scheduler = make_scheduler(self.settings)
+        self._expected: list[dict[str, Any]] = []
+        self._next = 0
+        self._flying: dict[int, engine.Batch] = {}
+
+    def events(self) -> Iterator[tuple[dict[str, Any], engine.Batch | None]]:
+        """Each line after it was replayed; with ``schedule`` and ``commit`` lines the batch.
+
+        Raises:
+            ReplayError: at the first difference, with the line and both sides.
+        """
+        for item in self._lines:
+            self._number, line = self._read(item)
+            batch = None
+            if "index" in line:
+                self._compare("decision", line, self._decided(line))
+            else:
+                self._nothing_left()
+                batch = self._tell(line)
+            yield line, batch
+        self._nothing_left()
+
+    def _read(self, item: tuple[int, str]) -> tuple[int, dict[str, Any]]:
+        number, text = item
+        try:
+            line: dict[str, Any] = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{self._path}:{number} is not JSON: {error}") from error
+        return number, line
+
+    def _tell(self, line: dict[str, Any]) -> engine.Batch | None:
+        event, scheduler = line["event"], self.scheduler
+        if event == "added":
+            options = {k: v for k, v in line.items() if k not in ("event", "request_id")}
+            scheduler.add(options.pop("seq_ids"), options.pop("prompt"), **options)
+        elif event == "schedule":
+            batch = scheduler.schedule(line["now"], line["only"])
+            scheduler.take_expired()
+            self._compare("step", line["step"], None if batch is None else batch.step)
+            if batch is not None:
+                self._compare("batch", line["digest"], f"{batch.digest():016x}")
+                self._flying[batch.step] = batch
+            return batch
+        elif event == "commit":
+            batch = self._flying.pop(line["step"])
+            scheduler.commit(batch, line["tokens"])
+            return batch
+        elif event == "finish":
+            scheduler.finish(line["seq_id"], line["reason"])
+        elif event == "discard":
+            scheduler.discard()
+            self._flying.clear()
+        elif event == "time_scale":
+            scheduler.set_time_scale(line["scale"])
+        elif event != "ran":
+            raise ValueError(f"{self._path}:{self._number}: unknown event {event!r}")
+        return None
+
+    def _pull(self) -> None:
+        decisions = self.scheduler.decisions(self._next)
+        self._expected += map(_decision, decisions)
+        self._next += len(decisions)
+
+    def _decided(self, line: dict[str, Any]) -> dict[str, Any] | None:
+        self._pull()
+        return self._expected.pop(0) if self._expected else None
+
+    def _nothing_left(self) -> None:
+        self._pull()
+        if self._expected:
+            self._compare("decision", None, self._expected[0])
+
+    def _compare(self, what: str, expected: object, got: object) -> None:
+        if expected != got:
+            raise ReplayError(
+                f"{self._path}:{self._number}: the {what} differs: the trace has {expected}, "
+                f"the replay {got}"
+            )

@@ -1,0 +1,121 @@
+"""The plan of the memory beside what is taken, and its command."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_model
+from ridgeline import LLM
+from ridgeline.cli import main
+from ridgeline.kv_cache import KVCacheLayout
+from ridgeline.memory import plan_memory, step_cost, weight_bytes
+from ridgeline.models.config import ModelConfig
+from ridgeline.roofline.machine import Roofs
+from tiny_model import one_thread  # noqa: F401
+
+LLAMA_8B = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "torch_dtype": "bfloat16",
+    "hidden_act": "silu",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+
+
+@pytest.mark.parametrize("quantization", [None, "int4", "fp8"])
+def test_weights_and_cache_take_what_was_predicted(tmp_path: Path, quantization: str | None):
+    tiny_model.save_llama(tmp_path, hidden_size=128, intermediate_size=256)
+    with LLM(tmp_path, device="cpu", num_blocks=9, quantization=quantization) as llm:
+        lines = {line.name: line for line in llm.memory}
+    weights = lines["weights"]
+    rotary = lines["rotary tables"].predicted
+    assert weights.taken == pytest.approx(weights.predicted + rotary, rel=0.02)
+    assert lines["KV cache"].taken == lines["KV cache"].predicted > 0
+
+
+def test_bytes_of_a_known_model():
+    config = ModelConfig.from_dict(LLAMA_8B)
+    assert weight_bytes(config, torch.bfloat16, None) == pytest.approx(16.06e9, rel=0.001)
+    layers = 32 * (4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336)
+    spared = weight_bytes(config, torch.bfloat16, None) - weight_bytes(
+        config, torch.bfloat16, "int4"
+    )
+    assert spared == pytest.approx(layers * (2 - 0.5 - 2 / 128), rel=0.001)
+
+
+def test_a_step_is_predicted_from_bytes_and_operations():
+    config = ModelConfig.from_dict(LLAMA_8B)
+    layout = KVCacheLayout.of(config, 64, "auto", torch.bfloat16)
+    roofs = Roofs("h200", 4.25e12, 4.38e12, {"bf16": 750e12, "fp32": 60e12}, 2.0)
+    cost = step_cost(config, layout, torch.bfloat16, None, roofs)
+    # 15.0 GB at the read roof, and 128 KB a key and 32 layers.
+    assert cost["fixed_us"] == pytest.approx(3427, rel=0.01)
+    ((window, key_us, pair_us),) = cost["attention"]
+    assert window == 0 and key_us == pytest.approx(131072 / 4.38e6, rel=0.01)
+    assert pair_us == pytest.approx(32 * 4 * 4096 / 750e6, rel=0.01)
+    assert cost["token_us"] == pytest.approx(2 * 6.98e9 / 750e6, rel=0.01)
+    assert step_cost(config, layout, torch.bfloat16, None, None) == {}
+
+
+def test_plan_prints_lines_that_add_up(tmp_path: Path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    assert main(["plan", str(path), "--gpu-memory", "80GiB", "--length", "4096"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    values = {row[:28].strip(): float(row[28:].replace(",", "")) for row in rows[1:9] if row[28:]}
+    budget = values.pop("budget")
+    assert budget == pytest.approx(0.9 * 80 * 1024)
+    assert budget - 8 < sum(values.values()) <= budget + 1  # up to a block of 8 MiB
+    assert values["weights"] == pytest.approx(16.06e9 / 2**20, rel=0.001)
+    fit = next(int(row.split()[0]) for row in rows if "sequences of 4096" in row)
+    assert fit == int((values["KV cache"] / 8 - 1) // 64)
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_lines(tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    assert main(["plan", str(tmp_path), "--gpu-memory", "16GB"]) == 2
+    error = capsys.readouterr().err
+    assert "no room for a KV cache" in error and "weights" in error and "budget" in error
+
+
+def test_a_cache_of_given_size_needs_no_budget():
+    config = ModelConfig.from_dict(LLAMA_8B)
+    plan = plan_memory(
+        config, KVCacheLayout.of(config, 64, "fp8", torch.bfloat16), torch.bfloat16,
+        quantization="fp8", max_model_len=8192, max_num_seqs=16, max_num_batched_tokens=64,
+        budget=None, num_blocks=129, on_gpu=False, graphs=False,
+    )  # fmt: skip
+    plan.check()
+    assert plan.sequences(8192) == 1 and plan.sequences(100) == 64
+
+
+@pytest.mark.parametrize("text", ["", "80 parsecs", "-3GB", "GiB"])
+def test_a_size_that_is_none_is_refused(tmp_path: Path, text: str, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", str(tmp_path), f"--gpu-memory={text}"])
+    assert "expected a size" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_lines_take_about_what_was_predicted():
+    config = LLAMA_8B | {"num_hidden_layers": 8}
+    with LLM.from_config(config, device="cuda", max_model_len=8192) as llm:
+        lines = llm.memory
+        print(*lines, sep="\n")
+    for line in lines[:-1]:
+        assert line.taken is not None or line.name == "rotary tables", line
+        if line.taken is not None:
+            assert abs(line.taken - line.predicted) < 0.25 * line.predicted + (256 << 20), line
