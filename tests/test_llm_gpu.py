@@ -10,6 +10,7 @@ import torch
 
 import tiny_model
 from ridgeline import LLM, SamplingParams
+from ridgeline.trace import Replay
 
 pytestmark = pytest.mark.gpu
 
@@ -214,3 +215,20 @@ def test_a_long_prefix_in_common_is_read_once(folder: Path, monkeypatch):
     assert keys == {0}
     single, _ = together(batch_invariant=True, max_num_seqs=1)
     assert [o.logprobs for o in invariant] == [o.logprobs for o in single]
+
+
+def test_swapped_is_not_preempted_and_the_trace_replays(folder: Path, tmp_path: Path, monkeypatch):
+    expected = run(folder, SEEDED, batch_invariant=True)
+    monkeypatch.setattr("ridgeline.memory._HOST_BANDWIDTH", 1e18)  # always worth it
+    path = tmp_path / "trace.jsonl"
+    with open_llm(
+        folder, batch_invariant=True, num_blocks=1 + 12, swap_space=0.05, trace=path,
+        latency_target=0.01,
+    ) as llm:  # fmt: skip
+        outputs = llm.generate(PROMPTS, SEEDED)
+        stats = llm.stats()
+    assert [o.outputs[0].token_ids for o in outputs] == [tokens for tokens, _ in expected]
+    assert stats.swaps == stats.preemptions > 0
+    assert stats.graph_replays > 0 and stats.decode_mbu is not None
+    ran = [event for event, _ in Replay(path).events() if event["event"] == "ran"]
+    assert ran and all(event["predicted_us"] > 0 for event in ran)
