@@ -108,10 +108,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();  // the barriers are made
 
   const bool plain = is_plain(launch.gemm) && !Tile::kSplit;
+  // Other activations go through shared memory: unrolled they are instructions to wait for. Beside
+  // scales of blocks there are no registers for it.
+  constexpr bool kMayGate = !Tile::kSplit && !Tile::kBlocks;
+  const bool gated = kMayGate && launch.gemm.activation == Activation::kSiluMul &&
+                     launch.gemm.residual == nullptr;
   if (threadIdx.x < kWarpgroup) {
     ptx::release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) produce<Tile>(launch, shared);
-    if (threadIdx.x / device::kWarpSize == 1 && (plain || Tile::kSplit)) {
+    if (threadIdx.x / device::kWarpSize == 1 && (plain || gated || Tile::kSplit)) {
       ptx::wait_for_dependencies();
       bring_columns<Tile>(launch, shared);
     }
@@ -134,12 +139,16 @@ __global__ void __launch_bounds__(kThreads, 1)
       // The epilogue's addresses are not kept in registers while the tensor cores work.
       const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)));
       if (Tile::kBlocks) load_row_scales(launch.gemm, work.place, here, row_scale);
-      if (plain || Tile::kSplit) ptx::mbarrier_wait(&shared.columns_full, columns_parity);
+      if (plain || gated || Tile::kSplit) ptx::mbarrier_wait(&shared.columns_full, columns_parity);
       columns_parity ^= 1;
       if constexpr (Tile::kSplit) {
         store_split<Tile>(launch, shared, sums, here);
-      } else if (plain) {
-        store_plain<Tile>(launch, shared, work.place, sums, row_scale, here);
+      } else if (plain || gated) {
+        if (plain) {
+          store_boxes<Tile, false>(launch, shared, work.place, sums, row_scale, here);
+        } else if constexpr (kMayGate) {
+          store_boxes<Tile, true>(launch, shared, work.place, sums, row_scale, here);
+        }
         if (me.lane == 0) ptx::mbarrier_arrive(&shared.columns_free);
       } else {
         store_chunks<Tile>(launch, shared, work.place, sums, row_scale, here);

@@ -18,16 +18,26 @@ __device__ __forceinline__ void load_row_scales(const GemmParams& p, const Place
   }
 }
 
-/// Each warp's 16 rows through its own boxes, 64 columns at a time.
+/// A sum of the thread's row `r` in a piece of eight columns, scaled, plus bias.
 template <class Tile>
-__device__ __forceinline__ void store_plain(const Launch& launch, Shared<Tile>& shared,
+__device__ __forceinline__ float scaled_sum(const Sums<Tile>& sums, int piece, int r, int column,
+                                            float row_scale, const Column& of) {
+  constexpr int kPerPart = Tile::kPartCols / 8;
+  const float sum = sums[piece / kPerPart][piece % kPerPart][2 * r + column];
+  return __fadd_rn(__fmul_rn(__fmul_rn(sum, row_scale), of.scale), of.bias);
+}
+
+/// Each warp's 16 rows through its own boxes, 64 columns of y at a time. kGated: a thread has the
+/// up sums of its gates, half a tile on.
+template <class Tile, bool kGated>
+__device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& shared,
                                             const Place& place, const Sums<Tile>& sums,
                                             const float (&row_scale)[2], const Consumer& me) {
   using T = typename Tile::T;
-  constexpr int kPieces = kOutColumns / 8, kPerPart = Tile::kPartCols / 8;
+  constexpr int kPieces = kOutColumns / 8, kOutCols = kGated ? Tile::kCols / 2 : Tile::kCols;
   const int matrix = me.lane / 8, row = matrix % 2 * 8 + me.lane % 8;
 #pragma unroll
-  for (int box = 0; box < Tile::kCols / kOutColumns; ++box) {
+  for (int box = 0; box < kOutCols / kOutColumns; ++box) {
     auto& out = shared.out[me.warpgroup * 4 + me.warp][box % 2];
     if (me.lane == 0) ptx::wait_stores_read<1>();
     __syncwarp();  // the box's last store has been read
@@ -37,15 +47,20 @@ __device__ __forceinline__ void store_plain(const Launch& launch, Shared<Tile>& 
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int piece = box * kPieces + i + j;
-        const float4 columns = *reinterpret_cast<const float4*>(
-            &shared.columns[piece * 8 + me.in_quad * 2]);  // scale, bias, scale, bias
+        const Column* columns = &shared.columns[piece * 8 + me.in_quad * 2];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          const float(&of)[4] = sums[piece / kPerPart][piece % kPerPart];
-          const float first = __fmul_rn(__fmul_rn(of[2 * r], row_scale[r]), columns.x);
-          const float second = __fmul_rn(__fmul_rn(of[2 * r + 1], row_scale[r]), columns.z);
-          packed[2 * j + r] =
-              pack<T>(__fadd_rn(first, columns.y), __fadd_rn(second, columns.w));
+          float values[2];
+#pragma unroll
+          for (int c = 0; c < 2; ++c) {
+            values[c] = scaled_sum<Tile>(sums, piece, r, c, row_scale[r], columns[c]);
+            if constexpr (kGated)
+              values[c] = __fmul_rn(
+                  gemm_detail::activate<T>(Activation::kSiluMul, values[c]),
+                  scaled_sum<Tile>(sums, piece + kOutCols / 8, r, c, row_scale[r],
+                                   columns[kOutCols + c]));
+          }
+          packed[2 * j + r] = pack<T>(values[0], values[1]);
         }
       }
       ptx::stmatrix(&out[row][((i + matrix / 2) ^ (row % 8)) * 8], packed);
@@ -53,7 +68,7 @@ __device__ __forceinline__ void store_plain(const Launch& launch, Shared<Tile>& 
     ptx::fence_async_shared();
     __syncwarp();  // the box is whole
     if (me.lane == 0) {
-      ptx::store_matrix(&launch.y, out, place.n * Tile::kCols + box * kOutColumns,
+      ptx::store_matrix(&launch.y, out, place.n * kOutCols + box * kOutColumns,
                         place.m * kRows + me.warpgroup * kWarpgroupRows + me.warp * 16);
       ptx::commit_stores();
     }
