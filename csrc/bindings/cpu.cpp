@@ -2,6 +2,7 @@
 
 #include "bindings/attention.h"
 #include "bindings/gemm.h"
+#include "bindings/gemm_grouped.h"
 #include "bindings/activation.h"
 #include "bindings/kv_cache.h"
 #include "bindings/norm.h"
@@ -24,6 +25,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CPU, m) {
   ridgeline::cpu::set_parallel_for(&parallel_for_of_torch);
   register_attention<Cpu>(m);
   register_gemm<Cpu>(m);
+  register_grouped_gemm<Cpu>(m);
   register_activation<Cpu>(m);
   register_kv_cache<Cpu>(m);
   register_norm<Cpu>(m);

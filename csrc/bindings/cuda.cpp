@@ -5,6 +5,7 @@
 #include "bindings/cuda_backend.h"
 #include "bindings/kv_cache.h"
 #include "bindings/gemm.h"
+#include "bindings/gemm_grouped.h"
 #include "bindings/norm.h"
 #include "bindings/sampling.h"
 #include "bindings/quantize.h"
@@ -64,6 +65,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CUDA, m) {
   register_sampling<Cuda>(m);
   register_activation<Cuda>(m);
   register_gemm<Cuda>(m);
+  register_grouped_gemm<Cuda>(m);
   register_norm<Cuda>(m);
   register_quantize<Cuda>(m);
   register_reduction<Cuda>(m);

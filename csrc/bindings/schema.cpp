@@ -65,6 +65,9 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "str out_dtype, str activation, Tensor? residual, Tensor? norm_weight, float norm_eps, "
       "bool batch_invariant, bool weights_ready) -> Tensor");
   m.def(
+      "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, Tensor? bias, "
+      "str activation) -> Tensor");
+  m.def(
       "gemm_plan(int M, int N, int K, str dtype, str format, str activation, bool library, "
       "bool batch_invariant, bool hopper) -> str");
 

@@ -13,6 +13,7 @@ from ridgeline.ops.attention import (
     paged_attention,
 )
 from ridgeline.ops.gemm import fp8_linear, int4_linear, linear
+from ridgeline.ops.grouped import grouped_linear
 from ridgeline.ops.int4_weight import Int4Weight, pack_int4
 from ridgeline.ops.kv_cache import copy_blocks, rope, rope_write_kv, write_kv
 from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
@@ -30,6 +31,7 @@ __all__ = [
     "copy_blocks",
     "fp8_linear",
     "gelu_mul",
+    "grouped_linear",
     "int4_linear",
     "layernorm",
     "layernorm_gelu",
