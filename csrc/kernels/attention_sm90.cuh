@@ -35,7 +35,9 @@ struct Tile {
   static constexpr int kKeys = kKeys_;
   /// With two, the first product of a work runs beside the last of the work before.
   static constexpr int kQuerySlots = kQuerySlots_;
-  static constexpr int kWorkSlots = kQuerySlots + 1;
+  /// Queries are let go after their last product; the rows of as many works and one more wait for
+  /// values then, and the producers are one ahead.
+  static constexpr int kWorkSlots = kQuerySlots + 3;
   static constexpr int kSlots = kSlots_;  // of the ring of keys and values
   /// Two warpgroups take turns; of three, each runs as it can and passes over tiles it cannot see.
   static constexpr bool kTurns = kConsumers == 2;
@@ -91,7 +93,7 @@ struct Shared {
   using Queries = T[Tile::kParts][Tile::kQueries][kColumns];
   using Keys = T[Tile::kParts][Tile::kKeys][kColumns];
 
-  alignas(1024) Queries q[Tile::kQuerySlots];  // and, when they are used up, the output
+  alignas(1024) Queries q[Tile::kQuerySlots];
   alignas(1024) Keys kv[Tile::kSlots];
   Work work[Tile::kWorkSlots];
   alignas(8) std::uint64_t q_full[Tile::kQuerySlots];

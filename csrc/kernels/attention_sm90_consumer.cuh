@@ -45,6 +45,12 @@ struct Consumer {
     if (threadIdx.x % kWarpgroup == 0) ptx::mbarrier_arrive(barrier);
   }
 
+  /// Lets the queries of a work go after the scores of its last tile.
+  __device__ __forceinline__ void release_queries() const {
+    if (now.tile == now.first_tile)
+      ptx::named_barrier_arrive(kQueriesFree + now.slot, Tile::kConsumerThreads + kProducers);
+  }
+
   /// Waits for the next work and its queries; false: there is none.
   __device__ __forceinline__ bool begin_work() {
     ptx::mbarrier_wait(&shared.q_full[queries.slot], queries.parity);
@@ -211,6 +217,7 @@ struct Consumer {
     ptx::wgmma_wait<0>();
     ptx::hold_registers(scores);
     release(&shared.free[ring.slot]);
+    release_queries();
     ring.next();
     if (now.skip > 0) {
       clear_unused_values(now, now.tile + 1, ring);
@@ -239,6 +246,7 @@ struct Consumer {
     ptx::wgmma_wait<1>();
     ptx::hold_registers(scores);
     release(&shared.free[keys.slot]);
+    release_queries();
     const device::LazySoftmax old = softmax;
     if (ended) softmax = {};
     float keep[2];
@@ -270,52 +278,43 @@ struct Consumer {
     ptx::hold_registers(sums);
     release(&shared.free[ring.slot]);
     ring.next();
-    if constexpr (Tile::kQuerySlots == 1) gather_warps();  // the output overwrites what all read
     store(of, softmax);
   }
 
-  /// The warp's 16 rows through shared memory, 16-byte pieces swizzled by row, to whole lines.
+  /// The warp's 16 rows from registers: neighbouring lanes trade pieces of two columns, so that a store
+  /// of the warp fills whole sectors of 32 bytes, and queries need not wait for the output to leave
+  /// their shared memory. H200, causal, 512 keys, us, through shared memory and so: head size 64 156
+  /// and 142, 128 118 and 104, 256 119 and 104; full 187 and 182, 137 and 133, 141 and 140.
   __device__ __forceinline__ void store(const Current& of, device::LazySoftmax softmax) {
     const int thread = ptx::thread_index(), lane = thread % device::kWarpSize, row = row_of(thread);
     const Work& work = shared.work[of.work_slot];
-    const int first_query = work.first_query, q_len = work.sequence.q_len;
+    const int left = work.sequence.q_len - work.first_query - row;  // rows from this lane's first on
+    const std::int64_t query = work.sequence.q_begin + work.first_query + row;
     const int batch = work.batch, head = work.head;
-    const std::int64_t q_begin = work.sequence.q_begin;
-    auto& out = shared.q[of.slot];
     softmax.join_quad();
     const float sink = attention_tile::sink_of(p, head);
     const device::RowEnd ends[2] = {softmax.end(0, sink), softmax.end(1, sink)};
     if (lane % 4 == 0) {
-      float* to = p.lse + batch * p.stride_lse_batch + head * p.stride_lse_head + q_begin +
-                  first_query + row;
-      if (first_query + row < q_len) to[0] = ends[0].lse;
-      if (first_query + row + 8 < q_len) to[8] = ends[1].lse;
+      float* to = p.lse + batch * p.stride_lse_batch + head * p.stride_lse_head + query;
+      if (left > 0) to[0] = ends[0].lse;
+      if (left > 8) to[8] = ends[1].lse;
     }
+    const std::int64_t width = std::int64_t{p.heads} * p.head_dim;
+    const int column = lane % 2 * 8 + lane % 4 / 2 * 4;
+    T* to = static_cast<T*>(p.out) + batch * p.stride_out_batch + query * width +
+            head * p.head_dim + column;
 #pragma unroll
-    for (int i = 0; i < Tile::kSize / 8; ++i)
+    for (int i = 0; i < Tile::kSize / 8; i += 2)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        T* to = &out[i / 8][row + 8 * r][((i % 8) ^ (row % 8)) * 8 + lane % 4 * 2];
-        *reinterpret_cast<std::uint32_t*>(to) = attention_tile::pack<T>(
-            sums[i][2 * r] * ends[r].factor, sums[i][2 * r + 1] * ends[r].factor);
+        const float factor = ends[r].factor;
+        const float(&even)[4] = sums[i], (&odd)[4] = sums[i + 1];
+        const uint2 piece = device::trade_in_pair(
+            attention_tile::pack<T>(even[2 * r] * factor, even[2 * r + 1] * factor),
+            attention_tile::pack<T>(odd[2 * r] * factor, odd[2 * r + 1] * factor));
+        if (8 * r < left && 8 * i + column < p.head_dim)
+          *reinterpret_cast<uint2*>(to + 8 * r * width + 8 * i) = piece;
       }
-    __syncwarp();  // the warp's rows are in shared memory
-    constexpr int kPieces = Tile::kSize / 8, kRowsAtOnce = device::kWarpSize / kPieces;
-    const int j = lane % kPieces, in_tile = row - lane / 4 + lane / kPieces;
-    const int left = j * 8 < p.head_dim ? q_len - first_query - in_tile : 0;  // rows of this lane
-    const std::int64_t width = std::int64_t{p.heads} * p.head_dim;
-    T* to = static_cast<T*>(p.out) + batch * p.stride_out_batch +
-            (q_begin + first_query + in_tile) * width + head * p.head_dim + j * 8;
-    device::Vec<T> pieces[16 / kRowsAtOnce];
-#pragma unroll
-    for (int i = 0; i < 16; i += kRowsAtOnce)
-      pieces[i / kRowsAtOnce] =
-          device::load(&out[j / 8][in_tile + i][((j % 8) ^ ((in_tile + i) % 8)) * 8]);
-#pragma unroll
-    for (int i = 0; i < 16; i += kRowsAtOnce)
-      if (i < left) device::store(to + i * width, pieces[i / kRowsAtOnce]);
-    __syncwarp();  // the work and the rows are read before the next come
-    ptx::named_barrier_arrive(kQueriesFree + of.slot, Tile::kConsumerThreads + kProducers);
   }
 
   __device__ __forceinline__ void run() {
