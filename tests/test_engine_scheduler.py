@@ -100,14 +100,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             batch.num_tokens + padding, batch.num_seqs + padding, batch.num_rows + padding
         )
         tokens = self.device.run(batch, arena)[: batch.num_rows]
-        for output in self.scheduler.commit(batch, tokens):
-            live = self.live[output.seq_id]
-            assert output.token == tokens[output.row]
-            assert output.token == sample(digest_all(live.tokens), output.seq_id, VOCAB)
-            live.tokens.append(output.token)
-            assert output.finish_reason == live.reason()
-            if output.finish_reason:
-                del self.live[output.seq_id]
+        for seq_id, token, row, end in self.scheduler.commit(batch, tokens):
+            live = self.live[seq_id]
+            assert token == tokens[row]
+            assert token == sample(digest_all(live.tokens), seq_id, VOCAB)
+            live.tokens.append(token)
+            assert end == live.reason()
+            if end:
+                del self.live[seq_id]
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
@@ -269,6 +269,6 @@ def test_bad_commits_change_nothing() -> None:
         scheduler.commit(batch, [1, 1])
     with pytest.raises(ValueError, match=r"tokens\[0\] \(sequence 0\) is 5, expected 0 <= id < 5"):
         scheduler.commit(batch, [VOCAB])
-    assert scheduler.commit(batch, [1])[0].token == 1
+    assert scheduler.commit(batch, [1])[0][1] == 1
     with pytest.raises(ValueError, match="no batch is in flight"):
         scheduler.commit(batch, [1])

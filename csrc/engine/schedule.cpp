@@ -98,7 +98,8 @@ void Scheduler::log_chunk(const Plan& plan, SeqId seq_id, std::int32_t count,
 void Scheduler::count_planned(Plan& plan, std::int32_t start, std::int32_t count) {
   plan.budget -= count;
   plan.tokens += count;
-  plan.attention_us += config_.cost.attention_time(start, start + count).bound;
+  if (config_.latency_target_us > 0)
+    plan.attention_us += config_.cost.attention_time(start, start + count).bound;
 }
 
 /// Gets the blocks for the sequence's next tokens from those after it, or preempts itself.

@@ -18,7 +18,7 @@ class engine:
 
             batch = scheduler.schedule()
             tokens = runner.run(batch)
-            for output in scheduler.commit(batch, tokens): ...
+            for seq_id, token, row, end in scheduler.commit(batch, tokens): ...
 
         A batch may be scheduled while the one before it is still in flight (at most two
         uncommitted); batches are run in the order of ``schedule`` and committed in that order.
@@ -99,12 +99,15 @@ class engine:
         def set_time_scale(self, scale: float) -> None:
             """How many times longer steps take than predicted; 1 at first."""
 
-        def commit(self, batch: engine.Batch, tokens: Sequence[int]) -> list[engine.Output]:
+        def commit(
+            self, batch: engine.Batch, tokens: Sequence[int]
+        ) -> list[tuple[int, int, int, str | None]]:
             """Takes the sampled token of each logits row (``batch.num_rows`` of them, in order).
 
             Requires: ``batch`` is the oldest in flight. The token of a row that was not a sample
-            (a prompt position) or whose sequence has ended is ignored. Returns one ``Output`` for
-            each sequence that got a token, in row order.
+            (a prompt position) or whose sequence has ended is ignored. Returns for each sequence
+            that got a token, in row order: its id, the token, the row, and how that ended it:
+            "stop" (eos or stop token), "length", or None: it goes on.
             """
 
         def finish(self, seq_id: int, reason: str = "abort") -> None:
@@ -275,16 +278,6 @@ class engine:
             """The int32 count of the whole buffer."""
 
         def __buffer__(self, flags: int, /) -> memoryview: ...
-
-    class Output:
-        """One sampled token, as accepted by ``commit``."""
-
-        seq_id: int
-        token: int
-        row: int
-        """The logits row of the batch that it was sampled from."""
-        finish_reason: str | None
-        """"stop" (eos or stop token, which is ``token``), "length", or None: it goes on."""
 
     class Decision:
         """One entry of the decision log."""

@@ -226,23 +226,28 @@ class Core:
         self._ids.committed += 1
         self._measure(batch, start, now)
 
-    def _take(self, outputs: list[engine.Output], result: StepResult, now: float) -> None:
+    def _take(
+        self, outputs: list[tuple[int, int, int, str | None]], result: StepResult, now: float
+    ) -> None:
         """Gives each sequence its token. What raises there ends that request alone."""
         sequences = self._sequences
-        for output in outputs:
-            sequence = sequences.get(output.seq_id)
+        for seq_id, token, row, end in outputs:
+            sequence = sequences.get(seq_id)
             if sequence is None:  # a sibling's error has ended it
                 continue
-            finish_reason = output.finish_reason
+            if end is None and sequence.plain:
+                sequence.keep(token)
+                sequence.stamp(now)
+                continue
             try:
-                candidates = result.candidates(output.row) if sequence.wants_logprobs else None
-                stopped = sequence.append(output.token, finish_reason, candidates, now)
+                candidates = result.candidates(row) if sequence.wants_logprobs else None
+                stopped = sequence.append(token, end, candidates, now)
             except Exception as error:
-                ended = {o.seq_id for o in outputs if o.finish_reason is not None}
+                ended = {i for i, _, _, reason in outputs if reason is not None}
                 self._end(sequence.request, "error", error, ended)
                 continue
-            if stopped and finish_reason is None:
-                self._finish(output.seq_id, "stop")
+            if stopped and end is None:
+                self._finish(seq_id, "stop")
             if sequence.finished:
                 self._drop(sequence)
 

@@ -129,7 +129,7 @@ class RequestOutput:
         return all(output.finish_reason is not None for output in self.outputs)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class StreamOutput:
     """What one step added to one output of a request: the new tokens and text only.
 

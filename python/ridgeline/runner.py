@@ -17,6 +17,9 @@ from ridgeline.request import Candidates
 from ridgeline.sampler import RowPlan, Sampler
 from ridgeline.swap_space import SwapSpace
 
+_PAIRED = {"table_updates": 3, "copies": 2}
+"""Arrays of an arena that have several columns."""
+
 _SPARED_BYTES = 64 << 20
 """Shared keys are read apart where that spares a layer so much. It costs three kernels more, about
 15 us a layer on an H200, in which as many bytes are read."""
@@ -250,7 +253,8 @@ class Runner:
 
 
 class _StepArrays:
-    """The arrays of an arena, by name, where they lie on the device."""
+    """The arrays of an arena, by name, where they lie on the device. Each is made when first asked
+    for: of a step that replays a graph, which reads fixed addresses, few are."""
 
     input_ids: Tensor
     positions: Tensor
@@ -264,7 +268,12 @@ class _StepArrays:
     copies: Tensor
 
     def __init__(self, arena: engine.Arena, index: Tensor) -> None:
-        for name, (offset, length) in arena.offsets.items():
-            setattr(self, name, index[offset : offset + length])
-        self.table_updates = self.table_updates.view(-1, 3)
-        self.copies = self.copies.view(-1, 2)
+        self._offsets, self._index = arena.offsets, index
+
+    def __getattr__(self, name: str) -> Tensor:
+        offset, length = self._offsets[name]
+        array = self._index[offset : offset + length]
+        if name in _PAIRED:
+            array = array.view(-1, _PAIRED[name])
+        setattr(self, name, array)
+        return array
