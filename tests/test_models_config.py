@@ -266,7 +266,7 @@ def test_published_files_are_read(name: str):
             {"rope_parameters": {"full_attention": rope("default"), "chunked_attention": {}}},
             "must be for full_attention and sliding_attention, got .*chunked",
         ),
-        ("mixtral", {}, r"supported architectures \(llama, mistral.*\), got 'mixtral'"),
+        ("mamba", {}, r"supported architectures \(llama, mistral.*\), got 'mamba'"),
     ],
 )
 def test_what_is_not_understood_is_refused(model_type: str, keys: dict[str, Any], message: str):

@@ -180,7 +180,7 @@ def test_tensors_that_do_not_fit_the_format_are_all_listed(tmp_path: Path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"quant_method": "aqlm"}, "quant_method must be one of awq, .*gptq, got 'aqlm'"),
+        ({"quant_method": "aqlm"}, "quant_method must be one of awq, .*mxfp4, got 'aqlm'"),
         ({}, "got None"),
         ({"quant_method": "gptq", "bits": 3}, r"bits must be one of 4, 8, got 3"),
         ({"quant_method": "gptq", "group_size": 0}, "group_size must be positive or -1, got 0"),
@@ -220,6 +220,43 @@ def test_weights_without_a_scheme_must_be_floats(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="q_proj.weight is I8, which config.json gives no"):
         load(tmp_path)
+
+
+def e2m1(code: int) -> float:
+    """Sign, two bits of exponent, one of mantissa; no infinity."""
+    exponent, mantissa = code >> 1 & 3, code & 1
+    value = (1 + mantissa / 2) * 2.0 ** (exponent - 1) if exponent else mantissa / 2
+    return -value if code & 8 else value
+
+
+def test_experts_in_four_bit_floats(tmp_path: Path):
+    model = tiny_model.save_model(
+        tmp_path, "gpt_oss", num_local_experts=3, num_experts_per_tok=2, head_dim=32
+    )
+    path, draw = tmp_path / "model.safetensors", torch.Generator().manual_seed(0)
+    tensors = load_file(path)
+    for name in [n for n in tensors if n.endswith("experts.gate_up_proj") or "down_proj" in n]:
+        if name.endswith("bias"):
+            continue
+        experts, columns, rows = tensors.pop(name).shape
+        shape = (experts, rows, columns // 32)
+        blocks = torch.randint(0, 256, (*shape, 16), generator=draw, dtype=torch.uint8)
+        scales = torch.randint(122, 126, shape, generator=draw, dtype=torch.uint8)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        digits = torch.stack((blocks % 16, blocks // 16), -1).flatten(-2).tolist()
+        meant = torch.tensor([[[[e2m1(d) for d in g] for g in r] for r in e] for e in digits])
+        meant = (meant * 2.0 ** (scales.float() - 127).unsqueeze(-1)).flatten(-2)
+        model.get_parameter(name).data.copy_(meant.transpose(1, 2))
+    save_file(tensors, path)
+    tiny_model.edit_json(
+        tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"}, swiglu_limit=7.0
+    )
+    with pytest.warns(UserWarning, match="4 matrices .* no product of experts with 4-bit floats"):
+        decoder = load(tmp_path)
+    with torch.no_grad():
+        expected = model(torch.tensor([PROMPT])).logits[0]
+    actual = logits_of(decoder, PROMPT, torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_symmetric_parts_join_others():

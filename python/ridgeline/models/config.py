@@ -74,6 +74,9 @@ class ModelConfig:
     mlp_bias: bool
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    num_experts: int = 0
+    experts_per_token: int = 0
+    normalized_experts: bool = True
     stored_format: Format | None = None
 
     @classmethod
@@ -130,7 +133,7 @@ class ModelConfig:
             spec=spec,
             vocab_size=values.size("vocab_size"),
             hidden_size=hidden,
-            intermediate_size=values.size("intermediate_size", spec.default_inner(hidden)),
+            intermediate_size=_inner(values, spec, hidden),
             num_layers=len(layers),
             num_heads=heads,
             num_kv_heads=kv_heads,
@@ -150,6 +153,7 @@ class ModelConfig:
             dtype=_dtype(values),
             eos_token_ids=_token_ids(values.get("eos_token_id")),
             stored_format=_stored_format(values),
+            **_experts(values, spec),
         )
         values.refuse_unread(spec.model_type)
         return result
@@ -173,6 +177,32 @@ def _layers(
         )
         for i, (window, kind) in enumerate(zip(windows, kinds))
     )
+
+
+def _inner(values: ConfigValues, spec: Spec, hidden: int) -> int:
+    """The width of the MLP, or of one expert."""
+    inner = values.size("intermediate_size", spec.default_inner(hidden))
+    return inner if spec.experts is None else values.size(spec.experts.inner)
+
+
+def _experts(values: ConfigValues, spec: Spec) -> dict[str, Any]:
+    if spec.experts is None:
+        return {}
+    # Files have either key; transformers takes both for the same.
+    either = "num_experts" if values.get("num_local_experts") is None else "num_local_experts"
+    values.skip("num_experts")
+    count = values.size(either)
+    chosen = values.size("num_experts_per_tok")
+    if chosen > count:
+        raise ValueError(f"num_experts_per_tok ({chosen}) must be at most {count} experts")
+    if values.get("hidden_act", "silu") != "silu":
+        raise ValueError(f"hidden_act of experts must be silu, got {values.get('hidden_act')!r}")
+    normalized = values.flag(spec.experts.normalized)
+    return {
+        "num_experts": count,
+        "experts_per_token": chosen,
+        "normalized_experts": normalized,
+    }
 
 
 def _activation(values: ConfigValues, spec: Spec) -> str:

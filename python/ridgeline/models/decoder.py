@@ -11,6 +11,7 @@ from torch.nn.functional import embedding
 from ridgeline import ops
 from ridgeline.kv_cache import KVCache
 from ridgeline.models.config import ModelConfig
+from ridgeline.models.experts import Experts
 from ridgeline.models.linear import Linear
 from ridgeline.models.norms import Codes, Norm, RmsNorm
 
@@ -45,7 +46,9 @@ class Layer:
 
     Attributes:
         qkv: queries, keys and values, stacked. q_norm, k_norm: of each head.
+        sinks: ``[heads]``, of the attention.
         up: the MLP's first product; gate and factor stacked, where it has a gate.
+        experts: instead of up and down.
         post_attention_norm, post_mlp_norm: of what is added to the residual.
         scale, window: of the attention.
         cos_sin: ``[max_model_len, rotary dim]`` float32.
@@ -55,11 +58,13 @@ class Layer:
     qkv: Linear
     q_norm: Norm | None
     k_norm: Norm | None
+    sinks: Tensor | None
     output: Linear
     post_attention_norm: Norm | None
     mlp_norm: Norm
-    up: Linear
-    down: Linear
+    up: Linear | None
+    down: Linear | None
+    experts: Experts | None
     post_mlp_norm: Norm | None
     scale: float
     window: int | None
@@ -122,6 +127,8 @@ class Decoder:
         for layer in self.layers:
             if layer.post_attention_norm is not None or layer.post_mlp_norm is not None:
                 return 0
+            if layer.up is None or layer.down is None:
+                return 0
             norms = layer.attention_norm, layer.mlp_norm
             if any(not isinstance(norm, RmsNorm) or norm.offset for norm in norms):
                 return 0
@@ -151,6 +158,10 @@ class Decoder:
         norm: RmsNorm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
+        if layer.experts is not None:
+            assert isinstance(x, Tensor) and norm is None and residual is None
+            return layer.experts(x)
+        assert layer.up is not None and layer.down is not None
         activation = self.config.activation
         if activation == "gelu_tanh_mul":  # the one that products do not have as an epilogue
             hidden = ops.gelu_mul(layer.up(x, norm=norm), "tanh")
@@ -194,6 +205,7 @@ class Decoder:
             scale=layer.scale,
             window=layer.window,
             softcap=config.attention_softcap,
+            sinks=layer.sinks,
             max_q=inputs.max_q,
             batch_invariant=self.batch_invariant,
             k_scale=scales[0],
@@ -206,9 +218,9 @@ class Decoder:
 
 
 def _norm_for(
-    product: Linear, norm: Norm, x: Tensor, residual: Tensor | None = None
+    product: Linear | None, norm: Norm, x: Tensor, residual: Tensor | None = None
 ) -> Tensor | Codes:
     """``norm(x)``, or ``norm.add(x, residual)``, as the product takes it."""
-    if product.takes_codes and isinstance(norm, RmsNorm):
+    if product is not None and product.takes_codes and isinstance(norm, RmsNorm):
         return norm.quantized(x, residual)
     return norm(x) if residual is None else norm.add(x, residual)

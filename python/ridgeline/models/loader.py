@@ -12,13 +12,14 @@ from torch import Tensor
 
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder, Layer
+from ridgeline.models.experts import Experts
 from ridgeline.models.gguf import GgufCheckpoint, GgufFile
 from ridgeline.models.linear import DenseLinear, Linear, make_linear
 from ridgeline.models.norms import LayerNorm, Norm, RmsNorm
 from ridgeline.models.rope import RopeConfig, cos_sin_table
 from ridgeline.models.stored_linear import stored_linear
 from ridgeline.models.weights import Checkpoint, Parameter, Part, parameters
-from ridgeline.quant.stored import Weight, dense, is_finite, stack
+from ridgeline.quant.stored import Expanded, Weight, dense, is_finite, stack
 
 _RANDOM_STD = 0.02
 
@@ -138,6 +139,33 @@ def _build(
     def take_if_there(name: str) -> Tensor | None:
         return take(name) if name in table else None
 
+    def experts(name: str) -> Experts:
+        def stacked(kind: str) -> tuple[Tensor, Tensor | None]:
+            weight = take_stored(f"{name}.{kind}.weight")
+            if options.quantization is not None:
+                reason = "there is no product of experts with quantised weights"
+                expanded.setdefault(reason, []).append(f"{name}.{kind}")
+            elif isinstance(weight, Expanded):
+                expanded.setdefault(weight.reason, []).append(f"{name}.{kind}")
+            values = dense(weight, options.dtype).unflatten(0, (config.num_experts, -1))
+            bias = take_if_there(f"{name}.{kind}.bias")
+            return values, None if bias is None else bias.unflatten(0, (config.num_experts, -1))
+
+        router, bias = take(f"{name}.router.weight"), take_if_there(f"{name}.router.bias")
+        up, up_bias = stacked("expert_up")
+        down, down_bias = stacked("expert_down")
+        assert config.spec.experts is not None
+        return Experts(
+            router=DenseLinear(router, bias, options.batch_invariant),
+            up=up,
+            up_bias=up_bias,
+            down=down,
+            down_bias=down_bias,
+            per_token=config.experts_per_token,
+            normalized=config.normalized_experts,
+            limit=config.spec.experts.limit,
+        )
+
     def linear(name: str) -> Linear:
         weight, bias = take_stored(f"{name}.weight"), take_if_there(f"{name}.bias")
         if not isinstance(weight, Tensor):
@@ -170,17 +198,19 @@ def _build(
         return cos_sin[rope]
 
     def layer(i: int) -> Layer:
-        settings = config.layers[i]
+        settings, dense_mlp = config.layers[i], config.spec.experts is None
         return Layer(
             attention_norm=norm(f"layers.{i}.attention_norm"),
             qkv=linear(f"layers.{i}.qkv"),
             q_norm=norm_if_there(f"layers.{i}.q_norm"),
             k_norm=norm_if_there(f"layers.{i}.k_norm"),
+            sinks=take_if_there(f"layers.{i}.sinks.weight"),
             output=linear(f"layers.{i}.output"),
             post_attention_norm=norm_if_there(f"layers.{i}.post_attention_norm"),
             mlp_norm=norm(f"layers.{i}.mlp_norm"),
-            up=linear(f"layers.{i}.up"),
-            down=linear(f"layers.{i}.down"),
+            up=linear(f"layers.{i}.up") if dense_mlp else None,
+            down=linear(f"layers.{i}.down") if dense_mlp else None,
+            experts=None if dense_mlp else experts(f"layers.{i}"),
             post_mlp_norm=norm_if_there(f"layers.{i}.post_mlp_norm"),
             scale=settings.scale,
             window=settings.window,

@@ -57,6 +57,27 @@ class SameAs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertSpec:
+    """A mixture of experts in place of the MLP. Values are keys of the configuration.
+
+    Attributes:
+        inner: the width of one.
+        normalized: the weights of the chosen sum to one; or the key that says so.
+        limit: gpt-oss's clamped activation, with its bound.
+        stacked: one tensor of all experts, ``[experts, in, out]``, gate and up columns by turns;
+            the decoder's module -> its name below ``experts`` (biases: "_bias" after it). Otherwise
+            each expert has modules of its own, "{e}" in their names.
+        bias: each product has one.
+    """
+
+    inner: str
+    normalized: bool | str = True
+    limit: float | None = None
+    stacked: Mapping[str, str] = field(default_factory=dict)
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Spec:
     """One architecture.
 
@@ -65,7 +86,7 @@ class Spec:
         weights: the decoder's module -> the checkpoint's modules whose rows are stacked into it
             ("{i}" stands for the layer). What is optional in the decoder is there if it is here:
             ``positions`` (learned, instead of rotary), ``q_norm`` and ``k_norm``,
-            ``post_attention_norm`` and ``post_mlp_norm``.
+            ``post_attention_norm`` and ``post_mlp_norm``, ``sinks`` (one logit a head).
         names: the decoder's name of a configuration value -> its key, where they differ.
         defaults: the values of keys that a configuration may leave out, as transformers has them.
             What only some architectures have (a score's cap, part of a head rotated) is read if
@@ -77,6 +98,7 @@ class Spec:
         prefix: what the names of a checkpoint of the model without its head leave out.
         norm, norm_offset: the kind of norm, and what is added to its weight.
         inner_multiple: the MLP's width as a multiple of the model's where nothing says it.
+        experts: ``router``, ``expert_up`` and ``expert_down`` instead of ``up`` and ``down``.
         gated: the MLP's first product is a gate and a factor.
         parallel: attention and MLP both read the layer's input; or the key that says so.
         qkv_bias, output_bias, mlp_bias: whether there are biases, or the key that says so.
@@ -100,6 +122,7 @@ class Spec:
     norm: Literal["rms", "layer"] = "rms"
     norm_offset: float = 0.0
     inner_multiple: int | None = None
+    experts: ExpertSpec | None = None
     gated: bool = True
     parallel: bool | str = False
     qkv_bias: bool | str = False

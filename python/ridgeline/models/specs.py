@@ -9,35 +9,25 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ridgeline.models.spec import SameAs, Spec, all_sliding, every_nth_full, upper_sliding
-
-_LAYER = "model.layers.{i}."
-_LLAMA_WEIGHTS = {
-    "embedding": ("model.embed_tokens",),
-    "layers.{i}.attention_norm": (_LAYER + "input_layernorm",),
-    "layers.{i}.qkv": tuple(_LAYER + f"self_attn.{part}_proj" for part in "qkv"),
-    "layers.{i}.output": (_LAYER + "self_attn.o_proj",),
-    "layers.{i}.mlp_norm": (_LAYER + "post_attention_layernorm",),
-    "layers.{i}.up": (_LAYER + "mlp.gate_proj", _LAYER + "mlp.up_proj"),
-    "layers.{i}.down": (_LAYER + "mlp.down_proj",),
-    "norm": ("model.norm",),
-    "head": ("lm_head",),
-}
-
-_QK_NORMS = {
-    "layers.{i}.q_norm": (_LAYER + "self_attn.q_norm",),
-    "layers.{i}.k_norm": (_LAYER + "self_attn.k_norm",),
-}
+from ridgeline.models.common_weights import LAYER, LLAMA_WEIGHTS, QK_NORMS, QWEN_DEFAULTS
+from ridgeline.models.expert_specs import GPT_OSS, MIXTRAL, QWEN3_MOE
+from ridgeline.models.spec import (
+    SameAs,
+    Spec,
+    all_sliding,
+    every_nth_full,
+    upper_sliding,
+)
 
 _SANDWICH_NORMS = {
-    "layers.{i}.post_attention_norm": (_LAYER + "post_attention_layernorm",),
-    "layers.{i}.mlp_norm": (_LAYER + "pre_feedforward_layernorm",),
-    "layers.{i}.post_mlp_norm": (_LAYER + "post_feedforward_layernorm",),
+    "layers.{i}.post_attention_norm": (LAYER + "post_attention_layernorm",),
+    "layers.{i}.mlp_norm": (LAYER + "pre_feedforward_layernorm",),
+    "layers.{i}.post_mlp_norm": (LAYER + "post_feedforward_layernorm",),
 }
 
 LLAMA = Spec(
     model_type="llama",
-    weights=_LLAMA_WEIGHTS,
+    weights=LLAMA_WEIGHTS,
     qkv_bias="attention_bias",
     output_bias="attention_bias",
     mlp_bias="mlp_bias",
@@ -45,29 +35,23 @@ LLAMA = Spec(
 
 MISTRAL = Spec(
     model_type="mistral",
-    weights=_LLAMA_WEIGHTS,
+    weights=LLAMA_WEIGHTS,
     defaults={"num_key_value_heads": 8, "sliding_window": 4096},
     windows=all_sliding,
 )
 
-_QWEN_DEFAULTS = {
-    "use_sliding_window": False,
-    "sliding_window": 4096,
-    "max_window_layers": 28,
-}
-
 QWEN2 = Spec(
     model_type="qwen2",
-    weights=_LLAMA_WEIGHTS,
-    defaults=_QWEN_DEFAULTS,
+    weights=LLAMA_WEIGHTS,
+    defaults=QWEN_DEFAULTS,
     windows=upper_sliding,
     qkv_bias=True,
 )
 
 QWEN3 = Spec(
     model_type="qwen3",
-    weights=_LLAMA_WEIGHTS | _QK_NORMS,
-    defaults=_QWEN_DEFAULTS | {"head_dim": 128},
+    weights=LLAMA_WEIGHTS | QK_NORMS,
+    defaults=QWEN_DEFAULTS | {"head_dim": 128},
     windows=upper_sliding,
     qkv_bias="attention_bias",
     output_bias="attention_bias",
@@ -86,7 +70,7 @@ _GEMMA_DEFAULTS = {
 
 GEMMA2 = Spec(
     model_type="gemma2",
-    weights=_LLAMA_WEIGHTS | _SANDWICH_NORMS,
+    weights=LLAMA_WEIGHTS | _SANDWICH_NORMS,
     names={"hidden_act": "hidden_activation"},
     defaults=_GEMMA_DEFAULTS
     | {
@@ -105,7 +89,7 @@ GEMMA2 = Spec(
 
 GEMMA3 = Spec(
     model_type="gemma3_text",
-    weights=_LLAMA_WEIGHTS | _SANDWICH_NORMS | _QK_NORMS,
+    weights=LLAMA_WEIGHTS | _SANDWICH_NORMS | QK_NORMS,
     names={"hidden_act": "hidden_activation"},
     defaults=_GEMMA_DEFAULTS
     | {
@@ -145,10 +129,10 @@ GEMMA3_WITH_VISION = replace(
 
 PHI3 = Spec(
     model_type="phi3",
-    weights=_LLAMA_WEIGHTS
+    weights=LLAMA_WEIGHTS
     | {
-        "layers.{i}.qkv": (_LAYER + "self_attn.qkv_proj",),
-        "layers.{i}.up": (_LAYER + "mlp.gate_up_proj",),
+        "layers.{i}.qkv": (LAYER + "self_attn.qkv_proj",),
+        "layers.{i}.up": (LAYER + "mlp.gate_up_proj",),
     },
     defaults={"partial_rotary_factor": 1.0, "rms_norm_eps": 1e-5, "sliding_window": None},
     required={"full_attn_mod": 1, "interpolate_factor": 1},
@@ -157,7 +141,7 @@ PHI3 = Spec(
 
 GLM = Spec(
     model_type="glm",
-    weights=_LLAMA_WEIGHTS | {"layers.{i}.up": (_LAYER + "mlp.gate_up_proj",)},
+    weights=LLAMA_WEIGHTS | {"layers.{i}.up": (LAYER + "mlp.gate_up_proj",)},
     defaults={
         "attention_bias": True,
         "head_dim": 128,
@@ -174,8 +158,8 @@ GLM4 = replace(
     model_type="glm4",
     weights={
         **GLM.weights,
-        "layers.{i}.post_attention_norm": (_LAYER + "post_self_attn_layernorm",),
-        "layers.{i}.post_mlp_norm": (_LAYER + "post_mlp_layernorm",),
+        "layers.{i}.post_attention_norm": (LAYER + "post_self_attn_layernorm",),
+        "layers.{i}.post_mlp_norm": (LAYER + "post_mlp_layernorm",),
     },
 )
 
@@ -316,6 +300,9 @@ SPECS = {
         GEMMA2,
         GEMMA3,
         GEMMA3_WITH_VISION,
+        MIXTRAL,
+        QWEN3_MOE,
+        GPT_OSS,
         PHI3,
         GLM,
         GLM4,

@@ -27,6 +27,7 @@ class Part:
     Attributes:
         rows, columns: of the weight as the decoder uses it; columns 0: a vector.
         transposed: stored as ``[columns, rows]``.
+        experts: so many are stored as one tensor, ``[experts, ...]``; ``rows`` are those of all.
     """
 
     module: str
@@ -34,16 +35,23 @@ class Part:
     rows: int
     columns: int
     transposed: bool = False
+    experts: int = 0
 
     @property
     def name(self) -> str:
         return f"{self.module}.{self.end}"
 
     @property
+    def base(self) -> str:
+        """What the names of a quantised weight begin with."""
+        return self.name if self.experts else self.module
+
+    @property
     def shape(self) -> tuple[int, ...]:
-        if not self.columns:
-            return (self.rows,)
-        return (self.columns, self.rows) if self.transposed else (self.rows, self.columns)
+        rows = self.rows // self.experts if self.experts else self.rows
+        of_one = (rows, self.columns) if self.columns else (rows,)
+        of_one = of_one[::-1] if self.transposed else of_one
+        return (self.experts, *of_one) if self.experts else of_one
 
 
 @dataclass(frozen=True)
@@ -73,16 +81,48 @@ def parameters(config: ModelConfig) -> Iterator[Parameter]:
             stored_rows = (rows[0] + spec.position_offset,)
         for i in range(config.num_layers if kind != module else 1):
             for end, width in (("weight", columns), ("bias", 0))[: 1 + bias]:
-                transposed = spec.transposed and kind != module and width > 0
-                yield Parameter(
-                    name=f"{module.format(i=i)}.{end}",
-                    shape=(sum(rows), width) if width else (sum(rows),),
-                    parts=tuple(
+                if kind.startswith("expert_"):
+                    parts = _expert_parts(kind, sources, i, end, rows, width, config)
+                elif kind == "sinks":
+                    parent, _, last = sources[0].format(i=i).rpartition(".")
+                    parts = (Part(parent, last, rows[0], 0),)
+                else:
+                    transposed = spec.transposed and kind != module and width > 0
+                    parts = tuple(
                         Part(source.format(i=i), end, r, width, transposed)
                         for source, r in zip(sources, stored_rows, strict=True)
-                    ),
+                    )
+                count = sum(part.rows for part in parts)
+                count = rows[0] if kind == "positions" else count
+                yield Parameter(
+                    name=f"{module.format(i=i)}.{end}",
+                    shape=(count, width) if width else (count,),
+                    parts=parts,
                     arrange=_arrangement(kind, config),
                 )
+
+
+def _expert_parts(
+    kind: str,
+    sources: tuple[str, ...],
+    layer: int,
+    end: str,
+    rows: tuple[int, ...],
+    columns: int,
+    config: ModelConfig,
+) -> tuple[Part, ...]:
+    """One tensor of all experts, or each expert's one after the other."""
+    experts, count = config.spec.experts, config.num_experts
+    assert experts is not None
+    if kind in experts.stacked:
+        name = experts.stacked[kind] + ("" if end == "weight" else "_bias")
+        all_rows = count * sum(rows)
+        return (Part(sources[0].format(i=layer), name, all_rows, columns, columns > 0, count),)
+    return tuple(
+        Part(source.format(i=layer, e=expert), end, r, columns)
+        for expert in range(count)
+        for source, r in zip(sources, rows, strict=True)
+    )
 
 
 def _shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int, bool]]:
@@ -91,6 +131,7 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int, bool]]
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     norm = ((hidden,), 0, config.spec.norm == "layer")
     head_norm = ((config.head_dim,), 0, False)
+    expert_bias = config.spec.experts is not None and config.spec.experts.bias
     return {
         "embedding": ((vocab,), hidden, False),
         "positions": ((config.max_position,), hidden, False),
@@ -104,6 +145,10 @@ def _shapes(config: ModelConfig) -> dict[str, tuple[tuple[int, ...], int, bool]]
         "up": ((inner,) * (1 + config.spec.gated), hidden, config.mlp_bias),
         "down": ((hidden,), inner, config.mlp_bias),
         "post_mlp_norm": norm,
+        "sinks": ((config.num_heads,), 0, False),
+        "router": ((config.num_experts,), hidden, expert_bias),
+        "expert_up": ((inner, inner), hidden, expert_bias),
+        "expert_down": ((hidden,), inner, expert_bias),
         "norm": norm,
         "head": ((vocab,), hidden, False),
     }
@@ -115,6 +160,9 @@ def _arrangement(kind: str, config: ModelConfig) -> Callable[[Tensor], Tensor] |
     if kind == "qkv" and config.spec.qkv_by_head:
         shape = (config.num_heads, 3, config.head_dim)
         return lambda stored: stored.unflatten(0, shape).transpose(0, 1).flatten(0, 2)
+    if kind == "expert_up" and config.spec.experts is not None and config.spec.experts.stacked:
+        pairs = (config.num_experts, config.intermediate_size, 2)  # gate and up rows by turns
+        return lambda stored: stored.unflatten(0, pairs).transpose(1, 2).flatten(0, 2)
     return None
 
 
@@ -182,18 +230,19 @@ class Checkpoint:
         """The weight ``[rows, columns]``, or the vector. Requires: :meth:`check` passed."""
         if self._layout(part) is None:
             tensor = self._get(part.name)
-            return tensor.t() if part.transposed else tensor
+            tensor = tensor.transpose(-1, -2) if part.transposed else tensor
+            return tensor.flatten(0, 1) if part.experts else tensor
         stored_format = self._config.stored_format
         assert stored_format is not None
         sizes = part.rows, part.columns
-        return stored_format.read(part.module, *sizes, self._stored, self._get)
+        return stored_format.read(part.base, *sizes, self._stored, self._get)
 
     def _layout(self, part: Part) -> dict[str, tuple[int, ...]] | None:
         """The tensors of a quantised weight; None: it is stored as it is."""
         stored_format = self._config.stored_format
         if stored_format is None or not part.columns:
             return None
-        return stored_format.layout(part.module, part.rows, part.columns, self._stored)
+        return stored_format.layout(part.base, part.rows, part.columns, self._stored)
 
     def _get(self, name: str) -> Tensor:
         tensor: Tensor = self._file_of[name].get_tensor(self._stored_name(name))

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ridgeline.quant.stored import GroupedCodes, ScaledCodes, Weight
+from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, Weight
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column 8 j + _AWQ_ORDER[i]
 
@@ -55,6 +55,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
         "compressed-tensors": _compressed_tensors,
         "fp8": _fp8,
         "gptq": _gptq,
+        "mxfp4": lambda _: Mxfp4(),
     }
     if method not in makers:
         raise ValueError(
@@ -251,6 +252,45 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Format:
             "quantization_config: of bitsandbytes' formats int8 (load_in_8bit) is read, not 4 bits"
         )
     return ScaledFormat("I8", "SCB", scale_unit=1 / 127, ignored=(".weight_format",))
+
+
+# ---- MXFP4 -------------------------------------------------------------------------------------
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """gpt-oss's experts: 4-bit floats, low nibble first, 32 columns to a power of two.
+
+    The weights of all experts are one tensor ``[experts, rows, columns / 32, 16]``, not transposed
+    as they are where they are not quantised. Source: OCP, "Microscaling Formats", 2023.
+    """
+
+    ignored = ()
+
+    def layout(
+        self, module: str, N: int, K: int, stored: Stored
+    ) -> dict[str, tuple[int, ...]] | None:
+        blocks, scales = f"{module}_blocks", f"{module}_scales"
+        if blocks not in stored:
+            return None
+        experts = max(stored[blocks].shape[0], 1) if stored[blocks].shape else 1
+        groups = (experts, N // experts, K // 32)
+        return {blocks: (*groups, 16), scales: groups}
+
+    def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
+        blocks, scales = get(f"{module}_blocks"), get(f"{module}_scales")
+        positive = torch.tensor(_E2M1, device=blocks.device)
+        values = torch.cat((positive, -positive))
+        nibbles = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
+        # Each expert by itself: as indices, codes take 16 times their bytes.
+        expanded = [
+            torch.ldexp(values[codes.int()], exponents.int().unsqueeze(-1) - 127).bfloat16()
+            for codes, exponents in zip(nibbles, scales)
+        ]
+        weight = torch.stack(expanded).view(N, K)
+        return Expanded(weight, "there is no product of experts with 4-bit floats")
 
 
 # ---- compressed-tensors ------------------------------------------------------------------------
