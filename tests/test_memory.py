@@ -56,6 +56,17 @@ def test_bytes_of_a_known_model():
     assert spared == pytest.approx(layers * (2 - 0.5 - 2 / 128), rel=0.001)
 
 
+def test_weights_quantised_in_their_files_take_what_the_files_do(tmp_path: Path, capsys):
+    quantised = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    config = LLAMA_8B | {"quantization_config": quantised}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for name in ("model-1.safetensors", "model-2.safetensors"):
+        (tmp_path / name).write_bytes(bytes(3 << 20))
+    assert main(["plan", str(tmp_path), "--gpu-memory", "40GiB"]) == 0
+    weights = next(r for r in capsys.readouterr().out.splitlines() if r.startswith("weights"))
+    assert float(weights.split()[1]) == 6.0
+
+
 def test_a_step_is_predicted_from_bytes_and_operations():
     config = ModelConfig.from_dict(LLAMA_8B)
     layout = KVCacheLayout.of(config, 64, "auto", torch.bfloat16)

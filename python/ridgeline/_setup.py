@@ -15,7 +15,7 @@ from ridgeline._loader import CUDA
 from ridgeline._start import Starter
 from ridgeline.core import Core
 from ridgeline.kv_cache import KV_DTYPES
-from ridgeline.memory import MemoryLine
+from ridgeline.memory import MemoryLine, file_bytes
 from ridgeline.models.config import DTYPES, ModelConfig
 from ridgeline.models.gguf import GgufFile, gguf_file
 from ridgeline.models.linear import QUANTIZATIONS
@@ -124,6 +124,7 @@ def build(
     """Checks everything that can be checked before it loads anything."""
     device = _device(options.device)
     folder = gguf = None
+    stored = 0  # bytes of weights that are quantised in their files
     if isinstance(model, Mapping):
         if options.load_format != "random":
             raise ValueError(
@@ -136,6 +137,8 @@ def build(
         gguf = None if path is None else GgufFile(path)
         folder = Path(model) if path is None else path.parent
         config = ModelConfig.from_path(folder) if gguf is None else gguf.config()
+        if gguf is not None or config.stored_format is not None:
+            stored = file_bytes(path or folder)
     dtype = _dtype(options.dtype, config, device)
     max_model_len = _max_model_len(options, config)
     tokenizer, no_tokenizer = _tokenizer(folder)
@@ -145,7 +148,7 @@ def build(
             "rows: prompts with a token beyond them are refused",
             stacklevel=3,
         )
-    starter = Starter(config, options, device, dtype, max_model_len)
+    starter = Starter(config, options, device, dtype, max_model_len, stored)
     load = LoadOptions(
         device=device,
         dtype=dtype,

@@ -44,6 +44,7 @@ class Starter:
         device: torch.device,
         dtype: torch.dtype,
         max_model_len: int,
+        stored_weights: int,
     ) -> None:
         self._config = config
         self._options = options
@@ -72,6 +73,7 @@ class Starter:
             num_blocks=num_blocks,
             on_gpu=self._on_gpu,
             graphs=self._use_graphs,
+            stored_weights=stored_weights,
         )
         self.plan.check()
         # Measured roofs are for the trace: measuring takes a second and 2 GB, which are free yet.

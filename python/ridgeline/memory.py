@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -94,8 +95,10 @@ def plan_memory(
     num_blocks: int | None,
     on_gpu: bool,
     graphs: bool,
+    stored_weights: int = 0,
 ) -> MemoryPlan:
-    """The plan; nothing is allocated."""
+    """The plan; nothing is allocated. ``stored_weights``: bytes of weights that are quantised in
+    their files, 0: they are not."""
     size, vocab = dtype.itemsize, config.vocab_size
     blocks = -(-max_model_len // layout.block_size)
     buffers = 4 * StepBuffers.words(
@@ -105,7 +108,7 @@ def plan_memory(
         extra=Sampler.words(max_num_batched_tokens + max_num_seqs),
     )
     lines = [
-        MemoryLine("weights", weight_bytes(config, dtype, quantization)),
+        MemoryLine("weights", stored_weights or weight_bytes(config, dtype, quantization)),
         MemoryLine("rotary tables", _rotary_bytes(config, max_model_len)),
         MemoryLine("step buffers", buffers),
         MemoryLine("activations of prefill",
@@ -116,6 +119,12 @@ def plan_memory(
         lines.append(MemoryLine("graph pool", (decode + max_num_seqs * vocab * size) * graphs))
         lines.append(MemoryLine("context and kernels", CONTEXT_BYTES))
     return MemoryPlan(tuple(lines), budget, layout, num_blocks)
+
+
+def file_bytes(model: Path) -> int:
+    """Of the weights as a file, or a folder's safetensors, hold them."""
+    files = [model] if model.is_file() else list(model.glob("*.safetensors"))
+    return sum(file.stat().st_size for file in files)
 
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> int:

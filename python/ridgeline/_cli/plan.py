@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ridgeline.kv_cache import KV_DTYPES, KVCacheLayout
-from ridgeline.memory import plan_memory
+from ridgeline.memory import file_bytes, plan_memory
 from ridgeline.models.config import DTYPES, ModelConfig
 from ridgeline.models.linear import QUANTIZATIONS
 
@@ -66,6 +66,7 @@ def run(options: argparse.Namespace) -> None:
         num_blocks=None,
         on_gpu=True,
         graphs=True,
+        stored_weights=0 if config.stored_format is None else file_bytes(folder),
     )
     plan.check()
     print(plan)
