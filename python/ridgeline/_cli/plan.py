@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> None:
     plan.check()
     print(plan)
     print(f"\n{plan.num_blocks} blocks of {options.block_size} tokens, one of them unused")
-    for length in options.length or sorted({1024, 8192, context}):
+    for length in options.length or sorted({min(n, context) for n in (1024, 8192, context)}):
         fit = plan.sequences(length)
         most = "" if fit <= options.max_num_seqs else f" ({options.max_num_seqs} run at a time)"
         print(f"{fit:>8} sequences of {length} tokens{most}")
