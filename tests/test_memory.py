@@ -33,6 +33,13 @@ LLAMA_8B = {
     "rope_theta": 500000.0,
     "tie_word_embeddings": False,
 }
+MIXTRAL = LLAMA_8B | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "vocab_size": 32000,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 
 
 @pytest.mark.parametrize("quantization", [None, "int4", "fp8"])
@@ -79,6 +86,17 @@ def test_a_step_is_predicted_from_bytes_and_operations():
     assert pair_us == pytest.approx(32 * 4 * 4096 / 750e6, rel=0.01)
     assert cost["token_us"] == pytest.approx(2 * 6.98e9 / 750e6, rel=0.01)
     assert step_cost(config, layout, torch.bfloat16, None, None) == {}
+
+
+def test_of_experts_a_token_needs_few():
+    layout = KVCacheLayout.of(ModelConfig.from_dict(MIXTRAL), 64, "auto", torch.bfloat16)
+    config = ModelConfig.from_dict(MIXTRAL)
+    roofs = Roofs("one", 1e12, 1e12, {"bf16": 1e12, "fp32": 1e12}, 2.0)
+    assert weight_bytes(config, torch.bfloat16, None) == pytest.approx(2 * 46.7e9, rel=0.001)
+    cost = step_cost(config, layout, torch.bfloat16, None, roofs)
+    active = 12.9e9 - 32000 * 4096  # without the embedding
+    assert cost["token_us"] + cost["row_us"] == pytest.approx(2 * active / 1e6, rel=0.01)
+    assert cost["fixed_us"] == pytest.approx(2 * active / 1e6, rel=0.01)
 
 
 def test_plan_prints_lines_that_add_up(tmp_path: Path, capsys):

@@ -155,6 +155,7 @@ def _activations(config: ModelConfig, size: int, tokens: int, rows: int) -> int:
     query = config.num_heads * config.head_dim
     qkv = query + 2 * config.num_kv_heads * config.head_dim
     inner = config.intermediate_size * (3 if config.spec.gated else 1)
+    inner *= max(config.experts_per_token, 1)
     layer = tokens * size * max(2 * hidden + qkv + query, 3 * hidden + inner)
     logits = tokens * hidden * size * 2 + rows * config.vocab_size * (size + 4)
     return max(layer, logits)
@@ -171,11 +172,14 @@ def step_cost(
     if roofs is None:
         return {}
     head = config.vocab_size * config.hidden_size
-    matrices, read = 0, 0
+    matrices, read = 0.0, 0.0
     for parameter in parameters(config):
         if len(parameter.shape) == 2 and parameter.name.startswith("layers."):
-            matrices += prod(parameter.shape)
-            read += _stored(parameter.name, parameter.shape, dtype, quantization)
+            # Of experts a token needs few, and a step reads at least those of one token.
+            experts = ".expert_" in parameter.name
+            share = config.experts_per_token / config.num_experts if experts else 1.0
+            matrices += share * prod(parameter.shape)
+            read += share * _stored(parameter.name, parameter.shape, dtype, quantization)
     plain = roofs.flops.get("bf16", roofs.flops["fp32"])
     rate = roofs.flops.get("fp8", plain) if quantization == "fp8" else plain
     row = layout.block_bytes / layout.block_size / layout.num_layers
