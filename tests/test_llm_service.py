@@ -76,6 +76,16 @@ def test_a_deadline_ends_with_what_there_is(folder: Path, alone):
     assert 1 <= len(got[5]) <= 2 and 5 <= len(got[1]) <= 7
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "one step ahead"])
+def test_a_deadline_that_has_passed_ends_a_request_before_its_first_step(folder: Path, ahead: bool):
+    with open_llm(folder) as llm:
+        llm._parts.runner.asynchronous = ahead
+        outputs = llm.generate(PROMPTS[:2], GREEDY, deadline=0.0)
+        assert [o.outputs[0].finish_reason for o in outputs] == ["deadline"] * 2
+        assert tokens(outputs) == [[], []] and outputs[0].metrics.ttft is None
+        assert (llm.stats().steps, llm.stats().waiting, llm.stats().in_flight) == (0, 0, 0)
+
+
 def test_a_smaller_priority_is_served_first(folder: Path):
     with open_llm(folder, max_num_seqs=1) as llm:
         order = [

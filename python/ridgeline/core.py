@@ -13,7 +13,7 @@ from typing import Any
 from ridgeline._C import engine
 from ridgeline.metrics import Meter
 from ridgeline.outputs import StreamOutput
-from ridgeline.request import Request, Sequence
+from ridgeline.request import Request, Sequence, SequenceIds
 from ridgeline.runner import Runner, StepResult
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.tokenizer import Tokenizer
@@ -64,7 +64,7 @@ class Core:
         self._sequences: dict[int, Sequence] = {}
         self._unscheduled: dict[int, Request] = {}
         self._suspects: deque[Request] = deque()
-        self._ids = _SequenceIds()
+        self._ids = SequenceIds()
         self._num_requests = 0
 
     def add(
@@ -144,7 +144,7 @@ class Core:
 
     def step(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
-        only = self._next_suspect()
+        only, before = self._next_suspect(), len(self._sequences)
         batch = self._schedule(only)
         if batch is None and only:  # nothing to compute for it before others go on
             self._suspects.popleft()
@@ -162,8 +162,8 @@ class Core:
                 raise
             if self._runner.asynchronous and not only and len(self._in_flight) < 2:
                 return True
-        if not self._in_flight:
-            return bool(self._suspects)
+        if not self._in_flight:  # deadlines may have ended some
+            return bool(self._suspects) or len(self._sequences) < before
         self._commit()
         if only and self._suspects:
             self._suspects.popleft()
@@ -327,29 +327,3 @@ class Core:
             raise ValueError(
                 f"{name}: token ids must be below the vocabulary's {self._vocab_size}, got {bad}"
             )
-
-
-class _SequenceIds:
-    """Small ids, used again once no step in flight can hold rows of their last owner."""
-
-    def __init__(self) -> None:
-        self.scheduled = 0  # steps
-        self.committed = 0
-        self._free: list[int] = []
-        self._next = 0
-        self._retired: deque[tuple[int, int]] = deque()
-
-    def take(self, count: int) -> list[int]:
-        while self._retired and self._retired[0][0] <= self.committed:
-            self._free.append(self._retired.popleft()[1])
-        ids = [self._free.pop() for _ in range(min(count, len(self._free)))]
-        fresh = count - len(ids)
-        ids += range(self._next, self._next + fresh)
-        self._next += fresh
-        return ids
-
-    def give_back(self, ids: list[int]) -> None:
-        self._free += ids
-
-    def retire(self, seq_id: int) -> None:
-        self._retired.append((self.scheduled, seq_id))

@@ -201,6 +201,32 @@ class Sequence:
         )
 
 
+class SequenceIds:
+    """Small ids, used again once no step in flight can hold rows of their last owner."""
+
+    def __init__(self) -> None:
+        self.scheduled = 0  # steps
+        self.committed = 0
+        self._free: list[int] = []
+        self._next = 0
+        self._retired: deque[tuple[int, int]] = deque()
+
+    def take(self, count: int) -> list[int]:
+        while self._retired and self._retired[0][0] <= self.committed:
+            self._free.append(self._retired.popleft()[1])
+        ids = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        fresh = count - len(ids)
+        ids += range(self._next, self._next + fresh)
+        self._next += fresh
+        return ids
+
+    def give_back(self, ids: list[int]) -> None:
+        self._free += ids
+
+    def retire(self, seq_id: int) -> None:
+        self._retired.append((self.scheduled, seq_id))
+
+
 def _ignore(time: float) -> None:
     """The times of tokens are those of the first output."""
 
