@@ -89,9 +89,7 @@ class engine:
         def schedule(self, now: int = 0, only: Sequence[int] = ()) -> engine.Batch | None:
             """The next step, or None if nothing can be computed before a commit or an add.
 
-            None with nothing in flight means that every sequence has finished. ``only``: tokens
-            for these sequences alone, to find out whose step fails.
-            """
+            None with nothing in flight: all have finished. ``only``: these alone."""
 
         def take_expired(self) -> list[int]:
             """The sequences that deadlines ended since the last call."""
@@ -105,9 +103,8 @@ class engine:
             """Takes the sampled token of each logits row (``batch.num_rows`` of them, in order).
 
             Requires: ``batch`` is the oldest in flight. The token of a row that was not a sample
-            (a prompt position) or whose sequence has ended is ignored. Returns for each sequence
-            that got a token, in row order: its id, the token, the row, and how that ended it:
-            "stop" (eos or stop token), "length", or None: it goes on.
+            (a prompt position) or whose sequence has ended is ignored. Returns, in row order, of
+            each that got one: id, token, row, and its end: "stop", "length", or None: none yet.
             """
 
         def finish(self, seq_id: int, reason: str = "abort") -> None:
@@ -140,10 +137,8 @@ class engine:
 
         def check_invariants(self) -> None:
             """Raises ``RuntimeError`` naming the first invariant that does not hold. For tests."""
-
-        @property
-        def max_blocks_per_seq(self) -> int:
-            """Columns of the device's block-table tensor ``[max_num_seqs, max_blocks_per_seq]``."""
+        max_blocks_per_seq: int
+        """Columns of the device's block-table tensor ``[max_num_seqs, max_blocks_per_seq]``."""
 
     class StepCost:
         """The least time of a step on a machine, in microseconds; all 0: not known."""
@@ -166,67 +161,39 @@ class engine:
     class Batch:
         """What one step computes: sequences, each with some new tokens, and rows of logits."""
 
-        @property
-        def step(self) -> int: ...
-        @property
-        def num_tokens(self) -> int: ...
-        @property
-        def num_seqs(self) -> int: ...
-        @property
-        def num_rows(self) -> int:
-            """Logits rows: usually one for each sequence whose known tokens end in this step."""
+        step: int
+        num_tokens: int
+        num_seqs: int
+        num_rows: int
+        """Logits rows: usually one for each sequence whose known tokens end in this step."""
+        num_decode_tokens: int
+        """Tokens that were sampled before; the other ``num_tokens`` are prefill."""
+        max_q: int
+        """The most new tokens of one sequence; 1: a pure decode step."""
+        max_seq_len: int
+        shared_blocks: int
+        """How many leading blocks of their tables all sequences of the step have in common."""
+        predicted_us: float
+        """The least time of the step by its ``StepCost``; 0 without one."""
+        read_us: float
+        """The time of its reads alone; ``compute_us``: of its operations."""
+        compute_us: float
+        swap_outs: list[tuple[int, int]]
+        """(block, host block): copy to the host before anything else writes the cache."""
+        swap_ins: list[tuple[int, int]]
+        """(host block, block): copy back after all ``swap_outs``, before the step's tokens."""
+        seq_ids: list[int]
+        """Sequences in batch order (``num_seqs``): decodes, chunks, newly admitted."""
+        row_seq_ids: list[int]
+        """The sequence of each logits row (``num_rows``)."""
+        row_positions: list[int]
+        """The index in its sequence of the token each row predicts (``num_rows``).
 
-        @property
-        def num_decode_tokens(self) -> int:
-            """Tokens that were sampled before; the other ``num_tokens`` are prefill."""
-
-        @property
-        def max_q(self) -> int:
-            """The most new tokens of one sequence; 1: a pure decode step."""
-
-        @property
-        def max_seq_len(self) -> int: ...
-        @property
-        def shared_blocks(self) -> int:
-            """How many leading blocks of their tables all sequences of the step have in common."""
-
-        @property
-        def predicted_us(self) -> float:
-            """The least time of the step by its ``StepCost``; 0 without one."""
-
-        @property
-        def read_us(self) -> float:
-            """The time of its reads alone: weights, keys and values."""
-
-        @property
-        def compute_us(self) -> float:
-            """The time of its operations alone."""
-
-        @property
-        def swap_outs(self) -> list[tuple[int, int]]:
-            """(block, host block): copy to the host before anything else writes the cache."""
-
-        @property
-        def swap_ins(self) -> list[tuple[int, int]]:
-            """(host block, block): copy back after all ``swap_outs``, before the step's tokens."""
+        Below the prompt's length: a prompt_logprobs row, not a sample.
+        """
 
         def digest(self) -> int:
             """A 64-bit hash of everything that the step computes."""
-
-        @property
-        def seq_ids(self) -> list[int]:
-            """Sequences in batch order (``num_seqs``): decodes, chunks, newly admitted."""
-
-        @property
-        def row_seq_ids(self) -> list[int]:
-            """The sequence of each logits row (``num_rows``)."""
-
-        @property
-        def row_positions(self) -> list[int]:
-            """The index in its sequence of the token each row predicts (``num_rows``).
-
-            Below the prompt's length: a prompt_logprobs row, not a sample.
-            """
 
         def arena(self, tokens: int = 0, seqs: int = 0, rows: int = 0) -> engine.Arena:
             """All index arrays of the step, padded to at least these counts.
@@ -262,18 +229,12 @@ class engine:
                                    cache, in any order, as no destination is a source
         """
 
-        @property
-        def offsets(self) -> dict[str, tuple[int, int]]: ...
-        @property
-        def num_tokens(self) -> int: ...
-        @property
-        def num_seqs(self) -> int: ...
-        @property
-        def num_rows(self) -> int: ...
-        @property
-        def num_table_updates(self) -> int: ...
-        @property
-        def num_copies(self) -> int: ...
+        offsets: dict[str, tuple[int, int]]
+        num_tokens: int
+        num_seqs: int
+        num_rows: int
+        num_table_updates: int
+        num_copies: int
         def __len__(self) -> int:
             """The int32 count of the whole buffer."""
 
@@ -292,40 +253,24 @@ class engine:
     class Reason:
         """Why; the numbers ``a`` and ``b`` of the decision in brackets."""
 
-        # (tokens scheduled, tokens found in the prefix cache)
-        ADMITTED: ClassVar[engine.Reason]
-        # (tokens scheduled, tokens left for later steps)
-        CHUNKED: ClassVar[engine.Reason]
-        # the same, cut by the latency target
-        CHUNKED_LATENCY: ClassVar[engine.Reason]
-        # (tokens wanted, budget left)
-        HELD_TOKENS: ClassVar[engine.Reason]
+        ADMITTED: ClassVar[engine.Reason]  # (tokens scheduled, tokens found in the prefix cache)
+        CHUNKED: ClassVar[engine.Reason]  # (tokens scheduled, tokens left for later steps)
+        CHUNKED_LATENCY: ClassVar[engine.Reason]  # the same, cut by the latency target
+        HELD_TOKENS: ClassVar[engine.Reason]  # (tokens wanted, budget left)
         # (tokens wanted, tokens that the latency target allows)
         HELD_LATENCY: ClassVar[engine.Reason]
-        # (blocks wanted, blocks available)
-        HELD_BLOCKS: ClassVar[engine.Reason]
-        # (sequences wanted, places left)
-        HELD_SEQUENCES: ClassVar[engine.Reason]
-        # (block index, block being computed)
-        HELD_PREFIX_IN_FLIGHT: ClassVar[engine.Reason]
-        # (blocks given back, tokens to compute again)
-        PREEMPTED: ClassVar[engine.Reason]
-        # (blocks copied to the host, tokens kept there)
-        SWAPPED_OUT: ClassVar[engine.Reason]
-        # (blocks copied back, tokens kept)
-        SWAPPED_IN: ClassVar[engine.Reason]
-        # (blocks taken from the prefix cache, cached blocks left)
-        EVICTED: ClassVar[engine.Reason]
-        # (first differing block index, full blocks)
-        PREFIX_DIFFERS: ClassVar[engine.Reason]
-        # (first missing block index, full blocks)
-        PREFIX_EVICTED: ClassVar[engine.Reason]
-        # (tokens, block size): no full block to look for
-        PREFIX_SHORT: ClassVar[engine.Reason]
-        # (parent id, blocks shared)
-        FORKED: ClassVar[engine.Reason]
-        # (output tokens, 0 stop, 1 length, 2 abort, 3 deadline)
-        FINISHED: ClassVar[engine.Reason]
+        HELD_BLOCKS: ClassVar[engine.Reason]  # (blocks wanted, blocks available)
+        HELD_SEQUENCES: ClassVar[engine.Reason]  # (sequences wanted, places left)
+        HELD_PREFIX_IN_FLIGHT: ClassVar[engine.Reason]  # (block index, block being computed)
+        PREEMPTED: ClassVar[engine.Reason]  # (blocks given back, tokens to compute again)
+        SWAPPED_OUT: ClassVar[engine.Reason]  # (blocks copied to the host, tokens kept there)
+        SWAPPED_IN: ClassVar[engine.Reason]  # (blocks copied back, tokens kept)
+        EVICTED: ClassVar[engine.Reason]  # (blocks taken from the prefix cache, cached blocks left)
+        PREFIX_DIFFERS: ClassVar[engine.Reason]  # (first differing block index, full blocks)
+        PREFIX_EVICTED: ClassVar[engine.Reason]  # (first missing block index, full blocks)
+        PREFIX_SHORT: ClassVar[engine.Reason]  # (tokens, block size): no full block to look for
+        FORKED: ClassVar[engine.Reason]  # (parent id, blocks shared)
+        FINISHED: ClassVar[engine.Reason]  # (output tokens, 0 stop, 1 length, 2 abort, 3 deadline)
         name: str
         value: int
 
@@ -398,12 +343,8 @@ class engine:
 
         def blocks(self, table: int) -> list[int]: ...
         def refcount(self, block: int) -> int: ...
-        @property
-        def num_free(self) -> int: ...
-        @property
-        def num_cached(self) -> int: ...
-        @property
-        def num_used(self) -> int: ...
-        @property
-        def evictions(self) -> int: ...
+        num_free: int
+        num_cached: int
+        num_used: int
+        evictions: int
         def check_invariants(self) -> None: ...

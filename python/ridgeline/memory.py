@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -201,7 +201,7 @@ def step_cost(
 
 
 def tensor_bytes(values: Iterable[object]) -> int:
-    """Bytes of the distinct storages of the tensors among ``values`` and in their fields."""
+    """Bytes of the distinct storages of the tensors in ``values``, lists and dataclasses."""
     seen: dict[int, int] = {}
     todo: list[object] = list(values)
     visited: set[int] = set()
@@ -215,6 +215,6 @@ def tensor_bytes(values: Iterable[object]) -> int:
             seen[storage.data_ptr()] = storage.nbytes()
         elif isinstance(value, (list, tuple)):
             todo += value
-        elif hasattr(value, "__dict__"):
+        elif is_dataclass(value) and not isinstance(value, type):
             todo += vars(value).values()
     return sum(seen.values())
