@@ -59,8 +59,8 @@ __device__ __forceinline__ std::int32_t offset(const GroupedGemmParams& p, std::
   return e > p.experts ? static_cast<std::int32_t>(p.gemm.M) : p.offsets[e];
 }
 
-/// Whose row tile blockIdx.x is. Each thread adds the tiles of all experts before its own: reads that
-/// do not wait for each other, where a walk from expert to expert waits at every step.
+/// Whose row tile blockIdx.x is. Each thread adds the tiles of all experts before its own: reads
+/// that do not wait for each other, where a walk from expert to expert waits at every step.
 template <class Tile>
 __device__ void find_tile(Shared<Tile>& shared, const GroupedGemmParams& p) {
   const int groups = p.experts + 1;
@@ -81,8 +81,8 @@ __device__ void find_tile(Shared<Tile>& shared, const GroupedGemmParams& p) {
   __syncthreads();  // the tile is known to all
 }
 
-/// What a thread copies of every stage: 16 bytes of each of kCount rows, kStep rows apart, 128 bytes
-/// further a stage. Places are worked out once, and count 16 bytes so that they fit 32 bits.
+/// What a thread copies of every stage: 16 bytes of each of kCount rows, kStep rows apart, 128
+/// bytes further a stage. Places are worked out once, and count 16 bytes so that they fit 32 bits.
 template <int kCount, int kStep>
 struct Copier {
   const char* base;

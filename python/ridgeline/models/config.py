@@ -15,7 +15,8 @@ from ridgeline.models.rope import RopeConfig, reach, read_ropes
 from ridgeline.models.spec import SameAs, Spec
 from ridgeline.models.specs import spec_of
 from ridgeline.models.values import ConfigValues
-from ridgeline.quant.formats import Format, format_of
+from ridgeline.quant.formats import format_of
+from ridgeline.quant.layout import Format
 
 DTYPES = {
     "float32": torch.float32,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.models.config import ModelConfig
-from ridgeline.quant.formats import TensorInfo
+from ridgeline.quant.layout import TensorInfo
 from ridgeline.quant.stored import Weight
 
 _INDEX = "model.safetensors.index.json"

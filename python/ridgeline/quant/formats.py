@@ -2,48 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, Weight
+from ridgeline.quant.compressed_tensors import compressed_tensors
+from ridgeline.quant.layout import (
+    INPUT_SCALES,
+    Format,
+    Get,
+    ScaledFormat,
+    Stored,
+    block_of,
+    one_of,
+    unpack_words,
+)
+from ridgeline.quant.stored import Expanded, GroupedCodes, Weight
 
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column 8 j + _AWQ_ORDER[i]
-
-
-class TensorInfo(NamedTuple):
-    """What the header of a file says of a tensor; ``dtype`` in safetensors' words."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-Stored = Mapping[str, TensorInfo]
-Get = Callable[[str], Tensor]
-
-
-class Format(Protocol):
-    """How one tool stores the weight ``[N, K]`` of a module.
-
-    Whether a module is quantised is read from its tensors, not from lists of names: a file says
-    what it holds.
-    """
-
-    @property
-    def ignored(self) -> tuple[str, ...]:
-        """Ends of names that say nothing about the weight's values."""
-        ...
-
-    def layout(
-        self, module: str, N: int, K: int, stored: Stored
-    ) -> dict[str, tuple[int, ...]] | None:
-        """The names and shapes that the weight must have; None: it is not quantised."""
-        ...
-
-    def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight: ...
 
 
 def format_of(config: Mapping[str, Any]) -> Format:
@@ -52,7 +31,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
     makers: dict[str, Callable[[Mapping[str, Any]], Format]] = {
         "awq": _awq,
         "bitsandbytes": _bitsandbytes,
-        "compressed-tensors": _compressed_tensors,
+        "compressed-tensors": compressed_tensors,
         "fp8": _fp8,
         "gptq": _gptq,
         "mxfp4": lambda _: Mxfp4(),
@@ -62,14 +41,6 @@ def format_of(config: Mapping[str, Any]) -> Format:
             f"quantization_config: quant_method must be one of {', '.join(makers)}, got {method!r}"
         )
     return makers[str(method)](config)
-
-
-def _one_of(config: Mapping[str, Any], key: str, allowed: Sequence[Any], default: Any) -> Any:
-    value = config.get(key, default)
-    if value not in allowed:
-        words = ", ".join(map(repr, allowed))
-        raise ValueError(f"quantization_config: {key} must be one of {words}, got {value!r}")
-    return value
 
 
 def _group_size(config: Mapping[str, Any]) -> int:
@@ -82,14 +53,6 @@ def _group_size(config: Mapping[str, Any]) -> int:
 
 def _groups(K: int, group: int) -> int:
     return 1 if group == -1 else -(-K // group)
-
-
-def unpack_words(words: Tensor, bits: int) -> Tensor:
-    """int32 ``[rows, words]`` to uint8 ``[rows, words * 32 / bits]``, lowest bits first."""
-    bytes_ = words.contiguous().view(torch.uint8)
-    if bits == 8:
-        return bytes_
-    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
 
 
 # ---- AWQ ---------------------------------------------------------------------------------------
@@ -127,8 +90,8 @@ class Awq:
 
 
 def _awq(config: Mapping[str, Any]) -> Format:
-    _one_of(config, "bits" if "bits" in config else "w_bit", (4,), 4)
-    _one_of(config, "version", ("gemm", "GEMM"), "gemm")
+    one_of(config, "bits" if "bits" in config else "w_bit", (4,), 4)
+    one_of(config, "version", ("gemm", "GEMM"), "gemm")
     return Awq(_group_size(config))
 
 
@@ -182,8 +145,8 @@ class Gptq:
 
 
 def _gptq(config: Mapping[str, Any]) -> Format:
-    bits = _one_of(config, "bits", (4, 8), 4)
-    layout = _one_of(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    bits = one_of(config, "bits", (4, 8), 4)
+    layout = one_of(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     if config.get("dynamic"):
         raise ValueError("quantization_config: dynamic (other bits for some modules) is not read")
     return Gptq(bits, _group_size(config), zero_offset=int(layout == "gptq"))
@@ -192,58 +155,13 @@ def _gptq(config: Mapping[str, Any]) -> Format:
 # ---- One scale a tensor, row or block ----------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class ScaledFormat:
-    """Weights of ``dtype`` under their own name, and a float scale beside them.
-
-    Attributes:
-        scale: the name's end. scale_unit: what a stored scale is multiplied by.
-        block: rows and columns that share a scale, where blocks do.
-    """
-
-    dtype: str
-    scale: str
-    block: tuple[int, int] | None = None
-    scale_unit: float = 1.0
-    ignored: tuple[str, ...] = ()
-
-    def layout(
-        self, module: str, N: int, K: int, stored: Stored
-    ) -> dict[str, tuple[int, ...]] | None:
-        weight, scale = f"{module}.weight", f"{module}.{self.scale}"
-        if weight not in stored or stored[weight].dtype != self.dtype:
-            return None
-        if self.block is not None:
-            shape: tuple[int, ...] = (-(-N // self.block[0]), -(-K // self.block[1]))
-        else:
-            shape = stored[scale].shape if scale in stored else (N,)
-            shape = shape if shape in ((), (1,), (1, 1), (N,), (N, 1)) else (N,)
-        return {weight: (N, K), scale: shape}
-
-    def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
-        scale = get(f"{module}.{self.scale}").float()
-        scale = scale if self.block is not None else scale.reshape(-1)
-        if self.scale_unit != 1:
-            scale = scale * self.scale_unit
-        return ScaledCodes(get(f"{module}.weight"), scale, self.block)
-
-
-_INPUT_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".activation_scale")
-
-
 def _fp8(config: Mapping[str, Any]) -> Format:
     """DeepSeek's blocks (``weight_scale_inv`` multiplies, for all its name), or AutoFP8's."""
-    _one_of(config, "fmt", ("e4m3", None), None)
+    one_of(config, "fmt", ("e4m3", None), None)
     block = config.get("weight_block_size")
     if block is None:
-        return ScaledFormat("F8_E4M3", "weight_scale", ignored=_INPUT_SCALES)
-    return ScaledFormat("F8_E4M3", "weight_scale_inv", _block(block), ignored=_INPUT_SCALES)
-
-
-def _block(value: Any) -> tuple[int, int]:
-    if not isinstance(value, (list, tuple)) or len(value) != 2 or min(value) < 1:
-        raise ValueError(f"quantization_config: a block must be two sizes, got {value!r}")
-    return int(value[0]), int(value[1])
+        return ScaledFormat("F8_E4M3", "weight_scale", ignored=INPUT_SCALES)
+    return ScaledFormat("F8_E4M3", "weight_scale_inv", block_of(block), ignored=INPUT_SCALES)
 
 
 def _bitsandbytes(config: Mapping[str, Any]) -> Format:
@@ -291,93 +209,3 @@ class Mxfp4:
         ]
         weight = torch.stack(expanded).view(N, K)
         return Expanded(weight, "there is no product of experts with 4-bit floats")
-
-
-# ---- compressed-tensors ------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class CompressedTensors:
-    """Packed integers ("pack-quantized"), or int8 and fp8 weights with a scale beside them.
-
-    Attributes:
-        bits: of packed integers, by the number of groups' sizes: (bits, columns a group or None).
-    """
-
-    bits: int
-    group: int | None
-    block: tuple[int, int] | None
-
-    ignored = (*_INPUT_SCALES, ".input_zero_point", ".weight_shape", ".input_global_scale")
-
-    def layout(
-        self, module: str, N: int, K: int, stored: Stored
-    ) -> dict[str, tuple[int, ...]] | None:
-        packed, zero = f"{module}.weight_packed", f"{module}.weight_zero_point"
-        if packed not in stored:
-            kind = self._scaled(stored.get(f"{module}.weight"))
-            return None if kind is None else kind.layout(module, N, K, stored)
-        groups, codes = 1 if self.group is None else K // self.group, 32 // self.bits
-        shapes: dict[str, tuple[int, ...]] = {
-            packed: (N, -(-K // codes)),
-            f"{module}.weight_scale": (N, groups),
-        }
-        if zero in stored:
-            shapes[zero] = (-(-N // codes), groups)
-        if f"{module}.weight_g_idx" in stored:
-            shapes[f"{module}.weight_g_idx"] = (K,)
-        return shapes
-
-    def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
-        if f"{module}.weight_packed" not in stored:
-            kind = self._scaled(stored[f"{module}.weight"])
-            assert kind is not None
-            return kind.read(module, N, K, stored, get)
-        zeros = index = None
-        if f"{module}.weight_zero_point" in stored:
-            words = get(f"{module}.weight_zero_point").t()
-            zeros = unpack_words(words, self.bits)[:, :N]
-        if f"{module}.weight_g_idx" in stored:
-            index = get(f"{module}.weight_g_idx")
-            index = None if bool((index < 0).any()) else index  # -1: in order
-        return GroupedCodes(
-            q=unpack_words(get(f"{module}.weight_packed"), self.bits)[:, :K].contiguous(),
-            scales=get(f"{module}.weight_scale").t(),
-            zeros=zeros,
-            group_index=index,
-            bits=self.bits,
-        )
-
-    def _scaled(self, weight: TensorInfo | None) -> ScaledFormat | None:
-        if weight is None or weight.dtype not in ("I8", "F8_E4M3"):
-            return None
-        return ScaledFormat(weight.dtype, "weight_scale", self.block)
-
-
-def _compressed_tensors(config: Mapping[str, Any]) -> Format:
-    sparsity = config.get("sparsity_config") or {}
-    if sparsity.get("format", "dense") != "dense":
-        raise ValueError(f"quantization_config: sparsity {sparsity['format']!r} is not read")
-    if (config.get("transform_config") or {}).get("config_groups"):
-        raise ValueError("quantization_config: transform_config (rotations) is not read")
-    found = set()
-    for group in (config.get("config_groups") or {}).values():
-        weights = group.get("weights") or {}
-        kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
-        if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
-            raise ValueError(f"quantization_config: weights of {kind} {bits} bits are not read")
-        by_group = weights.get("strategy") == "group"
-        by_block = weights.get("strategy") == "block"
-        found.add(
-            CompressedTensors(
-                bits=bits,
-                group=weights.get("group_size") if by_group else None,
-                block=_block(weights.get("block_structure")) if by_block else None,
-            )
-        )
-    if len(found) != 1:
-        raise ValueError(
-            "quantization_config: config_groups must quantise all weights in one way, "
-            f"got {len(found)}"
-        )
-    return found.pop()

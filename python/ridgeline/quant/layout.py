@@ -1,0 +1,105 @@
+"""What the formats of quantised checkpoints share: how one is asked, codes in words, one scale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ridgeline.quant.stored import ScaledCodes, Weight
+
+# Of activations and of the KV cache: nothing here is quantised by them.
+INPUT_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".activation_scale")
+
+
+class TensorInfo(NamedTuple):
+    """What the header of a file says of a tensor; ``dtype`` in safetensors' words."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+Stored = Mapping[str, TensorInfo]
+Get = Callable[[str], Tensor]
+
+
+class Format(Protocol):
+    """How one tool stores the weight ``[N, K]`` of a module.
+
+    Whether a module is quantised is read from its tensors, not from lists of names: a file says
+    what it holds.
+    """
+
+    @property
+    def ignored(self) -> tuple[str, ...]:
+        """Ends of names that say nothing about the weight's values."""
+        ...
+
+    def layout(
+        self, module: str, N: int, K: int, stored: Stored
+    ) -> dict[str, tuple[int, ...]] | None:
+        """The names and shapes that the weight must have; None: it is not quantised."""
+        ...
+
+    def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight: ...
+
+
+def one_of(config: Mapping[str, Any], key: str, allowed: Sequence[Any], default: Any) -> Any:
+    value = config.get(key, default)
+    if value not in allowed:
+        words = ", ".join(map(repr, allowed))
+        raise ValueError(f"quantization_config: {key} must be one of {words}, got {value!r}")
+    return value
+
+
+def unpack_words(words: Tensor, bits: int) -> Tensor:
+    """int32 ``[rows, words]`` to uint8 ``[rows, words * 32 / bits]``, lowest bits first."""
+    bytes_ = words.contiguous().view(torch.uint8)
+    if bits == 8:
+        return bytes_
+    return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
+
+
+def block_of(value: Any) -> tuple[int, int]:
+    if not isinstance(value, (list, tuple)) or len(value) != 2 or min(value) < 1:
+        raise ValueError(f"quantization_config: a block must be two sizes, got {value!r}")
+    return int(value[0]), int(value[1])
+
+
+@dataclass(frozen=True)
+class ScaledFormat:
+    """Weights of ``dtype`` under their own name, and a float scale beside them.
+
+    Attributes:
+        scale: the name's end. scale_unit: what a stored scale is multiplied by.
+        block: rows and columns that share a scale, where blocks do.
+    """
+
+    dtype: str
+    scale: str
+    block: tuple[int, int] | None = None
+    scale_unit: float = 1.0
+    ignored: tuple[str, ...] = ()
+
+    def layout(
+        self, module: str, N: int, K: int, stored: Stored
+    ) -> dict[str, tuple[int, ...]] | None:
+        weight, scale = f"{module}.weight", f"{module}.{self.scale}"
+        if weight not in stored or stored[weight].dtype != self.dtype:
+            return None
+        if self.block is not None:
+            shape: tuple[int, ...] = (-(-N // self.block[0]), -(-K // self.block[1]))
+        else:
+            shape = stored[scale].shape if scale in stored else (N,)
+            shape = shape if shape in ((), (1,), (1, 1), (N,), (N, 1)) else (N,)
+        return {weight: (N, K), scale: shape}
+
+    def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
+        scale = get(f"{module}.{self.scale}").float()
+        scale = scale if self.block is not None else scale.reshape(-1)
+        if self.scale_unit != 1:
+            scale = scale * self.scale_unit
+        return ScaledCodes(get(f"{module}.weight"), scale, self.block)
