@@ -90,8 +90,7 @@ def test_paged_equals_contiguous(device: str, block: int, q_len: int) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("invariant", [False, True])
 def test_batched_equals_alone(device: str, invariant: bool) -> None:
-    """A sequence's bits do not depend on what else is in the batch, nor on the longest; outside of
-    batch-invariant mode they may on how many there are: alone is then beside empty ones."""
+    """A sequence's bits do not depend on what else is in the batch, nor on the longest."""
     lengths, q_lens = [LONG, 65, 1, 200, 0, 64], [1, 65, 1, 20, 0, 5]
     paged = Paged(device, lengths)
     cu_q = torch.tensor([0, *q_lens]).cumsum(0).tolist()
@@ -100,16 +99,10 @@ def test_batched_equals_alone(device: str, invariant: bool) -> None:
     for b, (begin, end) in enumerate(zip(cu_q, cu_q[1:])):
         if begin == end:
             continue
-        tables, seq_lens = paged.tables[b : b + 1], paged.seq_lens[b : b + 1]
-        offsets = ints(device, [0, end - begin])
-        if not invariant:
-            before, after = b, len(lengths) - b - 1
-            tables = paged.tables
-            seq_lens = torch.nn.functional.pad(seq_lens, (before, after))
-            offsets = ints(device, [0] * (before + 1) + [end - begin] * (after + 1))
         alone = ops.paged_attention(
-            q[begin:end], paged.k_cache, paged.v_cache, tables, seq_lens, offsets,
-            return_lse=True, max_q=end - begin, batch_invariant=invariant,
+            q[begin:end], paged.k_cache, paged.v_cache, paged.tables[b : b + 1],
+            paged.seq_lens[b : b + 1], ints(device, [0, end - begin]), return_lse=True,
+            max_q=end - begin, batch_invariant=invariant,
         )  # fmt: skip
         assert same((out[begin:end], lse[:, begin:end]), alone), f"sequence {b}"
 
@@ -290,11 +283,12 @@ def test_counters_change_no_bit_and_are_zero_again() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 80, 128])  # the general kernel; the Hopper one, padded or not
+@pytest.mark.parametrize("dim", [64, 80, 128, 256])  # a tile each, one of them padded
 @pytest.mark.parametrize("q_len", [1, 5])  # one MMA of rows; many, on wgmma
 def test_many_sequences_equal_each_alone(dim: int, q_len: int) -> None:
-    """More items than the GPU holds, dealt in any order: lengths from none to several splits."""
-    lengths = [(797 * i) % 1500 for i in range(128)]
+    """More items than the GPU holds, dealt in any order: lengths from none to many leaves, an item
+    each alone, several an item in the batch."""
+    lengths = [(797 * i) % 1500 for i in range(127)] + [6000]
     paged = Paged("cuda", lengths, block=64, dim=dim)
     q = normal("cuda", 128 * q_len, 16, dim)  # a group of 8
     counters = torch.zeros(128 * KV_HEADS + 2, dtype=torch.int32, device="cuda")
@@ -302,7 +296,7 @@ def test_many_sequences_equal_each_alone(dim: int, q_len: int) -> None:
     out, lse = paged.run(q, cu_q, counters=counters)
     assert not counters.any()
     assert same((out, lse), paged.run(q, cu_q)), "joined by a kernel of its own"
-    for b in range(0, 128, 9):
+    for b in [*range(0, 127, 9), 127]:
         rows = slice(cu_q[b], cu_q[b + 1])
         alone = ops.paged_attention(
             q[rows], paged.k_cache, paged.v_cache, paged.tables[b : b + 1],
@@ -383,7 +377,8 @@ def test_explain_names_the_route() -> None:
     assert "prefill_sm90" in kernels(explained(100)) and not explained(100).slower
     shared = explained(1, shared_blocks=16)
     assert "join_common" in kernels(shared) and "1024 shared keys" in shared.choices[0]
-    assert "head size 64" in explained(1, dim=64).slower[0]
+    for dim in (64, 256):
+        assert "decode_sm90" in kernels(explained(1, dim)) and not explained(1, dim).slower
     assert "scale" in explained(100, scale=-1.0).slower[0]
     assert "without a window" in explained(1, shared_blocks=16, window=100).slower[0]
 
@@ -393,11 +388,11 @@ def test_workspace_grows_with_rows_and_splits_only() -> None:
         return ops.attention_workspace_bytes(batch, 32, 8, 128, max_q, max_k)
 
     assert size(max_k=64) == 0, "one split writes the result itself"
-    assert size(max_k=1024) == 16 * 32 * (128 + 1) * 4, "sixteen splits of 64 keys"
+    assert size(max_k=1024) == 16 * 32 * (128 + 2) * 4, "sixteen splits of 64 keys"
     assert size(batch=3) == 3 * size()
     assert size(max_q=16) == 16 * size()
     assert size(max_q=8192) == size(max_q=16) + 16, "prefill rows need none, their queue 16 bytes"
-    assert size(max_k=1 << 20) == 64 * size(max_k=128) // 2, "no more than 64 splits"
+    assert size(max_k=1 << 20) == 64 * 32 * (128 + 1) * 4, "no more than 64 splits"
     with pytest.raises(ValueError, match=r"heads: expected a multiple of kv_heads, 3, got 4"):
         ops.attention_workspace_bytes(1, 4, 3, 128, 1, 1024)
 

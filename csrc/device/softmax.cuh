@@ -63,7 +63,8 @@ struct OnlineSoftmax {
 /// two keys of its first query, [1] and [3] of its second. A base is raised only by a score far above
 /// it, which spares most steps the exchange between lanes and the scaling of the sums; weights stay
 /// below 2^kSlack, as exact in fp16 and bf16 as those below 1. A base moves by its own query's scores
-/// alone.
+/// alone. Bases are whole numbers: sums go from one to another by a power of two, which rounds
+/// nothing, so parts that are joined in one order have the same bits wherever they are scaled.
 struct ColumnSoftmax {
   static constexpr float kSlack = 8.0f;
   float base[2] = {kMinusInfinity, kMinusInfinity};  // the same in all lanes of a column
@@ -74,23 +75,25 @@ struct ColumnSoftmax {
            fmaxf(scores[1], scores[3]) > base[1] + kSlack;
   }
 
-  /// keep[] is what every earlier sum is to be multiplied with.
-  __device__ __forceinline__ void raise(const float (&scores)[4], float (&keep)[2]) {
+  /// largest: of all new scores of a query. keep[] is what every earlier sum is to be multiplied
+  /// with.
+  __device__ __forceinline__ void raise(const float (&largest)[2], float (&keep)[2]) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float largest = column_reduce<MaxOrNaN>(fmaxf(scores[c], scores[c + 2]));
-      const float raised = largest > base[c] + kSlack ? largest : base[c];
+      const float raised = largest[c] > base[c] + kSlack ? ceilf(largest[c]) : base[c];
       keep[c] = ptx::exp2_approx(base[c] - exponent_base(raised));
       base[c] = raised;
       sum[c] *= keep[c];
     }
   }
 
-  __device__ __forceinline__ void weigh(float (&scores)[4]) {
+  /// weights[] of scores[], and their sums added to totals[].
+  __device__ __forceinline__ void weigh(const float (&scores)[4], float (&weights)[4],
+                                        float (&totals)[2]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      scores[i] = ptx::exp2_approx(scores[i] - exponent_base(base[i % 2]));
-      sum[i % 2] += scores[i];
+      weights[i] = ptx::exp2_approx(scores[i] - exponent_base(base[i % 2]));
+      totals[i % 2] += weights[i];
     }
   }
 
@@ -100,27 +103,18 @@ struct ColumnSoftmax {
   }
 };
 
-/// Parts of a row, each divided by its own total, joined some at a time. lse in log2 units.
-struct JoinedParts {
-  float largest = kMinusInfinity;
-  float total = 0.0f;
+/// The base of two parts of a row, and what the sums of each are multiplied with.
+struct JoinedBase {
+  float base;
+  float keep[2];
 
-  /// lse become weights relative to the largest so far; returns what earlier sums are to be
-  /// multiplied with.
-  template <int kParts>
-  __device__ __forceinline__ float add(float (&lse)[kParts]) {
-    float piece = largest;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) piece = ptx::max_nan(piece, lse[i]);
-    const float base = exponent_base(piece), keep = exp2f(largest - base);
-    total *= keep;
-#pragma unroll
-    for (int i = 0; i < kParts; ++i) {
-      lse[i] = exp2f(lse[i] - base);
-      total += lse[i];
-    }
-    largest = piece;
-    return keep;
+  __device__ __forceinline__ JoinedBase(float first, float second)
+      : base(ptx::max_nan(first, second)) {
+    keep[0] = ptx::exp2_approx(first - exponent_base(base));
+    keep[1] = ptx::exp2_approx(second - exponent_base(base));
+  }
+  __device__ __forceinline__ float join(float first, float second) const {
+    return fmaf(second, keep[1], first * keep[0]);
   }
 };
 
@@ -137,6 +131,16 @@ __device__ __forceinline__ RowEnd end_of_row(float largest, float sum, float sin
   const float total = sum * keep + exp2f(sink - base);
   if (total == 0.0f) return {0.0f, kMinusInfinity};
   return {keep / total, kLn2 * (base + log2f(total))};
+}
+
+/// The same without a branch, by approximate functions: where what follows the last key is waited
+/// for.
+__device__ __forceinline__ RowEnd quick_end_of_row(float largest, float sum, float sink) {
+  const float base = exponent_base(fmaxf(largest, sink));
+  const float keep = ptx::exp2_approx(largest - base);
+  const float total = fmaf(sum, keep, ptx::exp2_approx(sink - base));
+  if (total == 0.0f) return {0.0f, kMinusInfinity};
+  return {__fdividef(keep, total), kLn2 * (base + __log2f(total))};
 }
 
 /// Rows as OnlineSoftmax has them, with exponents relative to a base that follows the largest score only
@@ -188,15 +192,30 @@ struct LazySoftmax {
     for (int r = 0; r < 2; ++r) sum[r] = warp_reduce<Sum, kQuad>(sum[r]);
   }
 
-  /// end_of_row() without a branch: what follows the last key is waited for.
   __device__ __forceinline__ RowEnd end(int r, float sink) const {
-    const float from = exponent_base(fmaxf(base[r], sink));
-    const float keep = ptx::exp2_approx(base[r] - from);
-    const float total = fmaf(sum[r], keep, ptx::exp2_approx(sink - from));
-    if (total == 0.0f) return {0.0f, kMinusInfinity};
-    return {__fdividef(keep, total), kLn2 * (from + __log2f(total))};
+    return quick_end_of_row(base[r], sum[r], sink);
   }
 };
+
+/// kParts parts of a row a lane of a warp: their bases become the powers of two that bring their sums
+/// to a common one. totals: joined by pairs, then pairs of pairs, as lanes lie.
+template <int kParts>
+__device__ __forceinline__ RowEnd weigh_parts(float (&bases)[kParts], const float (&totals)[kParts],
+                                              float sink) {
+  static_assert(kParts == 1 || kParts == 2);
+  float largest = bases[0];
+#pragma unroll
+  for (int i = 1; i < kParts; ++i) largest = ptx::max_nan(largest, bases[i]);
+  largest = warp_reduce<MaxOrNaN>(largest);
+  const float base = exponent_base(largest);
+  float total = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    bases[i] = ptx::exp2_approx(bases[i] - base);
+    total += warp_reduce<Sum>(totals[i] * bases[i]);
+  }
+  return quick_end_of_row(largest, total, sink);
+}
 
 /// The weight of a part with lse `part` (log2 units) beside the whole's base; 0 for an empty part.
 __device__ __forceinline__ float part_weight(float part, float base) { return exp2f(part - base); }

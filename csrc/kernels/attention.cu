@@ -202,8 +202,9 @@ void few_queries(const AttentionParams& p, Stream stream) {
     attention_launch::decode_sm90(rest, stream);
   } else {
     const auto why = [&]() -> std::string {
-      if (config::has_decode_tile(p.head_dim)) return "rows of k, v or their scales are unaligned";
-      return "no tile of head size " + std::to_string(p.head_dim);
+      if (config::has_decode_tile(rest)) return "rows of k, v or their scales are unaligned";
+      if (p.k_scale == nullptr) return "more rows than one MMA takes";
+      return "no tile of head size " + std::to_string(p.head_dim) + " for 8-bit caches";
     };
     if (rest.max_q > 0) note_general("decode", why);
     attention_launch::split(rest, stream);

@@ -91,12 +91,13 @@ constexpr std::int32_t max_split_count(std::int32_t head_dim, std::int32_t kv_by
   return lesser(greater(ceil_div(max_k, split_keys(head_dim, kv_bytes, 0)), 1), kMaxSplits);
 }
 
-/// The Hopper decode kernel: the sequences of a call together have an item for nearly every SM, and
-/// more where a long one has splits of at least kDecodeKeys keys. H200, 32/8 heads, bf16, us, where
-/// each sequence was cut as if alone and into 256 keys at least: 32 x 256 keys 31.7 and 19.0,
-/// 128 x 256 87.1 and 46.8, 128 x 1k 232 and 135.
+/// The Hopper decode kernel: one sequence alone has an item for nearly every SM, and two of at
+/// least kDecodeKeys keys where it is long enough. Runs have at least kDecodeLeast keys (H200, 32
+/// sequences of 1k keys: 43 us with 64, 38 with 128), and one of at most kDecodeWhole is not cut.
 constexpr std::int32_t kDecodeItems = 128;
-constexpr std::int32_t kDecodeKeys = 1024;
+constexpr std::int32_t kDecodeKeys = 256;
+constexpr std::int32_t kDecodeLeast = 128;
+constexpr std::int32_t kDecodeWhole = 512;
 
 constexpr std::int32_t decode_splits(std::int32_t kv_heads, std::int32_t items) {
   return lesser(greater(items / kv_heads, 1), kMaxSplits);
@@ -105,14 +106,15 @@ constexpr std::int32_t decode_splits(std::int32_t kv_heads, std::int32_t items) 
 /// Keys of a split, where kDecodeItems items would have `one` each and twice as many `half`. A
 /// partial row is as many bytes as a key and its value of bf16: an eighth of the item at most.
 constexpr std::int32_t decode_keys(std::int32_t one, std::int32_t half, std::int32_t rows) {
-  return round_up(greater(greater(lesser(one, kDecodeKeys), half), 8 * rows), kKeyTile);
+  const std::int32_t keys = greater(greater(lesser(one, kDecodeKeys), half), 8 * rows);
+  return round_up(greater(keys, kDecodeLeast), kKeyTile);
 }
 
-/// The heads it computes, and the columns of their tile.
-constexpr std::int32_t kDecodeColumns = 128;
-constexpr bool has_decode_tile(std::int32_t head_dim) {
-  return head_dim > 64 && head_dim <= kDecodeColumns;
+/// The columns of its tile for heads of this size.
+constexpr std::int32_t decode_columns(std::int32_t head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
 }
+
 
 /// The most rows of one KV head that a sequence of few queries has.
 constexpr std::int32_t max_split_rows(std::int32_t max_q, std::int32_t group) {
@@ -125,6 +127,12 @@ constexpr std::int32_t max_split_rows(std::int32_t max_q, std::int32_t group) {
 /// Sequences of few queries and yet more rows than one MMA of the Hopper decode kernel takes belong
 /// to the kernel of packed rows.
 constexpr std::int32_t kMmaRows = 8;
+/// Whether the decode kernel has a tile for the cache.
+constexpr bool has_decode_tile(const AttentionParams& p) {
+  if (size_of(p.kv_dtype) == 1) return decode_columns(p.head_dim) == 128;
+  return max_split_rows(p.max_q, p.heads / p.kv_heads) <= kMmaRows;
+}
+
 constexpr bool is_packed(const AttentionParams& p, std::int32_t q_len, std::int32_t least_rows) {
   const std::int32_t rows = q_len * (p.heads / p.kv_heads);
   return is_split(p, q_len) && rows >= least_rows && rows <= kFewRows;
@@ -206,12 +214,12 @@ constexpr std::int64_t split_bytes(const AttentionParams& p) {
   const std::int32_t rows = max_split_rows(p.max_q, p.heads / p.kv_heads);
   const std::int64_t general =
       partial_floats(p, max_split_count(p.head_dim, kv_bytes, p.max_k), rows, p.head_dim);
-  const std::int64_t decode =
-      has_decode_tile(p.head_dim)
-          ? partial_floats(p, max_decode_splits(p), round_up(rows, 2), kDecodeColumns)
-          : 0;
+  const std::int64_t decode = partial_floats(p, max_decode_splits(p), round_up(rows, 2),
+                                             decode_columns(p.head_dim) + 1);
   const std::int64_t packed =
-      has_packed_rows(p) || reads_common(p) ? partial_floats(p, max_row_splits(p.max_k), rows, p.head_dim) : 0;
+      has_packed_rows(p) || reads_common(p)
+          ? partial_floats(p, max_row_splits(p.max_k), rows, p.head_dim)
+          : 0;
   const std::int64_t floats = general > decode ? general : decode;
   return (floats > packed ? floats : packed) * static_cast<std::int64_t>(sizeof(float));
 }

@@ -13,79 +13,97 @@
 /// caches.
 namespace ridgeline::attention_decode {
 
-constexpr int kConsumersMeet = 1;  // named barrier
-
 // ---- Consumers ----------------------------------------------------------------------------------
 
 /// Joins the splits of an item's rows if it was the last to arrive, and frees its place.
 template <class Tile>
 __device__ __forceinline__ void conclude(const Launch& launch, Shared<Tile>& shared,
                                          const Ring<kItems>& ring) {
-  ptx::mbarrier_wait(&shared.counted[ring.place], ring.parity);
   const Item& item = shared.items[ring.place];
-  if (item.is_last) merge_splits<Tile>(launch, item.work, item.splits);
+  if (item.splits > 1) ptx::mbarrier_wait(&shared.counted[ring.place], ring.parity);
+  // The weights of the item after it are read, or will be before the next are stored; those of
+  // splits take their place.
+  static_assert(sizeof(PartWeights<Tile>) <= sizeof(shared.weights));
+  if (item.splits > 1 && item.is_last)
+    merge_splits<Tile>(launch, item.work, item.splits,
+                       reinterpret_cast<PartWeights<Tile>&>(shared.weights));
   __syncwarp();  // the warp is done with the item
   if (threadIdx.x % device::kWarpSize == 0) ptx::mbarrier_arrive(&shared.released[ring.place]);
 }
 
 template <class Tile>
 __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shared) {
-  WarpState<Tile> warp{launch.attention, shared};
-  Ring<kStages> ring;
+  WarpState<Tile> warp{launch, shared};
+  typename WarpState<Tile>::Parts parts;
+  Ring<Tile::kStages> ring;
   Ring<kItems> items, before;
+  int buffer = 0, totals = 0;
   bool follows = false;
+  const auto free_stage = [&](int stage) {
+    if (warp.lane == 0) ptx::mbarrier_arrive(&shared.free[stage]);
+  };
   for (;; items.next()) {
     ptx::mbarrier_wait(&shared.described[items.place], items.parity);
     const Item& item = shared.items[items.place];
-    if (item.splits == 0) break;
-    warp.begin(item, items.place);
-    const bool has_keys = item.keys.begin < item.keys.end;
-    int stage = 0;
-    for (int n = item.keys.begin; n < item.keys.end; n += Tile::kKeys, ring.next()) {
-      stage = ring.place;
-      ptx::mbarrier_wait(&shared.full[stage], ring.parity);
-      warp.walk(item, stage, n);
-      if (n + Tile::kKeys >= item.keys.end) break;  // kept as scratch memory
-      __syncwarp();                                 // the warp is done with the stage
-      if (warp.lane() == 0) ptx::mbarrier_arrive(&shared.free[stage]);
-    }
-    if (has_keys) ring.next();
-    Stage& scratch = shared.stages[stage];
-    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // no warp reads the last stage
-    share_sums<Tile>(shared, has_keys ? &scratch : nullptr, warp);
-    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // the sums are there
-    join_rows<Tile>(launch, item, shared, warp.groups);
-    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // ... and their factors
-    store_item<Tile>(launch, item, shared, scratch, warp.groups);
-    ptx::fence_async_shared();
-    __syncwarp();  // the warp has read the sums and stored its share
-    if (warp.lane() == 0) {
-      if (has_keys) ptx::mbarrier_arrive(&shared.free[stage]);
-      ptx::mbarrier_arrive(&shared.stored[items.place]);
+    const bool ends = item.splits == 0;
+    if (!ends) {
+      ptx::mbarrier_wait(&shared.fetched[items.place], items.parity);
+      warp.begin(item, items.place);
+      // An arrival does not wait for loads of shared memory that are on their way. So a stage is
+      // given back once later work has used what was loaded from it: keys when weights are stored,
+      // values with the keys after them, or when the sums are stored.
+      int held = -1;
+      int n = item.keys.begin, leaf = 0;
+      do {
+        const int end = config::lesser(n + item.leaf, item.keys.end);
+        warp.begin_leaf();
+        for (bool is_first = true; n < end; n += Tile::kKeys, buffer ^= 1, is_first = false) {
+          typename WarpState<Tile>::Scores scores;
+          const int keys = ring.place;
+          ptx::mbarrier_wait(&shared.full[keys], ring.parity);
+          warp.score_keys(item, keys, n, scores);
+          ring.next();
+          ptx::mbarrier_wait(&shared.full[ring.place], ring.parity);
+          if (!warp.all_live(n)) warp.clear_unused_values(ring.place, n);
+          warp.weigh(item, ring.place, n, buffer, scores, is_first);
+          free_stage(keys);
+          if (held >= 0) free_stage(held);
+          warp.add_values(ring.place, buffer);
+          held = ring.place;
+          ring.next();
+        }
+        warp.end_leaf(leaf++, n >= item.keys.end, parts, shared.totals[totals]);
+        totals ^= 1;
+      } while (n < item.keys.end);
+      if (held >= 0) free_stage(held);
+      store_item<Tile>(launch, item, items.place, warp);
+      ptx::fence_block();  // its share comes before its arrival
+      __syncwarp();  // the warp has stored its share
+      if (warp.lane == 0) ptx::mbarrier_arrive(&shared.stored[items.place]);
     }
     if (follows) {  // the arrival of the item before has been counted meanwhile
       conclude<Tile>(launch, shared, before);
       before.next();
     }
+    if (ends) break;
     follows = true;
   }
-  if (follows) conclude<Tile>(launch, shared, before);
 }
 
 // ---- Kernels ------------------------------------------------------------------------------------
 
 /// Decode on Hopper. Grid: at most two blocks an SM, which stay and are dealt items: one split of
-/// the keys that a sequence's queries see, for one KV head and all of its rows. One warp brings
-/// tiles by the copy engine, one keeps the order of the items, and four multiply, each its own 16
-/// keys of every 64, sums in fp32. The block that stores the last split of its rows joins them, in
-/// the order of the splits.
+/// the keys that a sequence's queries see, for one KV head and all of its rows. One warp plans
+/// items and brings their tiles by the copy engine, one counts those that are stored, and four
+/// multiply: each weighs its own 16 keys of every 64 and sums its own quarter of the columns, in
+/// fp32. The block that stores the last split of its rows joins them, as the tree of leaves says.
 ///
 /// Roofline: reads every key and value once: bandwidth, with 96 KB a block on its way.
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 2)
     decode_sm90_kernel(const __grid_constant__ Launch launch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  static_assert(sizeof(Shared<Tile>) <= 113 * 1024, "two blocks an SM");
+  static_assert(sizeof(Shared<Tile>) <= kBlockBytes, "two blocks an SM");
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<Shared<Tile>*>(memory);
   // Dependents that were asked for now would take places by twos on the SMs whose blocks end first,
@@ -98,17 +116,24 @@ __global__ void __launch_bounds__(kThreads, 2)
     ptx::prefetch_tensor_map(&launch.v);
   }
   __syncthreads();  // the barriers are made
-  ptx::wait_for_dependencies();
   const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
+  if (warp > kWarps && launch.guesses) prefetch_guess<Tile>(launch, static_cast<int>(blockIdx.x));
+  ptx::wait_for_dependencies();
+  const auto clear_rows = [&] {
+    if (launch.attention.cu_q != nullptr && launch.first_sequence == 0)
+      attention_tile::clear_unowned_rows<typename Tile::T>(launch.attention, blockIdx.x, gridDim.x);
+  };
+  if (warp == kWarps) {
+    produce<Tile>(launch, shared);
+    clear_rows();
+    return;
+  }
+  clear_rows();  // while the first item is planned
   if (warp < kWarps) {
     consume<Tile>(launch, shared);
-  } else if (warp == kWarps) {
-    produce<Tile>(launch, shared);
   } else {
-    keep_order<Tile>(launch, shared);
+    count_items<Tile>(launch, shared);
   }
-  if (launch.attention.cu_q != nullptr && launch.first_sequence == 0)
-    attention_tile::clear_unowned_rows<typename Tile::T>(launch.attention, blockIdx.x, gridDim.x);
 #endif
 }
 
@@ -117,18 +142,19 @@ template <class Tile>
 __global__ void __launch_bounds__(kConsumerThreads)
     merge_splits_kernel(const __grid_constant__ Launch launch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  __shared__ PartWeights<Tile> weights;
   const AttentionParams& p = launch.attention;
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
-  const int batch = static_cast<int>(blockIdx.x) / p.kv_heads;
+  const int batch = launch.first_sequence + static_cast<int>(blockIdx.x) / p.kv_heads;
   Work work{.sequence = config::sequence_of(p, batch),
             .batch = batch,
             .kv_head = static_cast<int>(blockIdx.x) % p.kv_heads,
             .group = launch.group_size};
   work.rows = work.sequence.q_len * work.group;
-  const int splits = cut_of(launch, work.sequence).splits;
+  const int splits = cut_of<Tile>(launch, work.sequence, find_limit<Tile>(launch)).splits;
   if (splits > 1 && config::is_split(p, work.sequence.q_len))
-    merge_splits<Tile>(launch, work, splits);
+    merge_splits<Tile>(launch, work, splits, weights);
 #endif
 }
 
@@ -140,8 +166,8 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
   Launch launch{.attention = p};
   launch.block_size = Divisor::of(std::max(p.block_size, 1));
   launch.kv_heads = Divisor::of(p.kv_heads);
-  launch.one = Divisor::of(
-      config::decode_splits(p.kv_heads * std::max(p.batch, 1), config::kDecodeItems));
+  launch.group = Divisor::of(std::max(p.heads / p.kv_heads, 1));
+  launch.one = Divisor::of(config::decode_splits(p.kv_heads, config::kDecodeItems));
   launch.half = Divisor::of(config::decode_splits(p.kv_heads, 2 * config::kDecodeItems));
   launch.group_size = p.heads / p.kv_heads;
   const int most = std::min(config::kKeyTile, Tile::kKeys);
@@ -154,31 +180,30 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
   using attention_launch::keys_of, attention_launch::values_of;
   launch.k = device::swizzled_map(keys_of(p), launch.box_rows, kColumns, kPromotion);
   launch.v = device::swizzled_map(values_of(p), launch.box_rows, kColumns, kPromotion);
+  launch.max_blocks = Divisor::of(std::max(p.max_blocks, 1));
   launch.max_splits = config::max_decode_splits(p);
   launch.row_pairs = ceil_div(rows, 2);
   launch.copies_tables =
       p.block_tables != nullptr && std::int64_t{p.batch} * p.max_blocks <= kTableEntries;
+  launch.guesses = p.block_tables != nullptr && p.max_q == 1 && p.k_start == nullptr &&
+                   p.seq_lens != nullptr && !p.leaves_shared &&
+                   p.batch <= device::kWarpSize;
   const int most_blocks = 2 * device::multiprocessors();
   for (int first = 0; first == 0 || first < p.batch; first += kMaxSequences) {
     launch.first_sequence = first;
     launch.sequences = std::min(p.batch - first, kMaxSequences);
     const std::int64_t items = std::int64_t{launch.sequences} * p.kv_heads * launch.max_splits *
-                               ceil_div(rows, kWarps * Tile::kRows);
-    const int blocks = static_cast<int>(std::clamp<std::int64_t>(items, 1, most_blocks));
-    device::launch_chained<decode_sm90_kernel<Tile>>(
-        dim3(blocks), dim3(kThreads), sizeof(Shared<Tile>), stream, launch, "attention");
-  }
-  if (p.counters != nullptr || launch.max_splits == 1 || p.batch == 0) return;
-  using Merged =
-      attention_decode::Tile<Tile::kCache, Tile::kSize, 1>;  // the same whatever the rows
-  const int pairs = checked_int32(std::int64_t{p.batch} * p.kv_heads, "attention: KV heads");
-  device::launch_chained<merge_splits_kernel<Merged>>(dim3(pairs), dim3(kConsumerThreads), 0,
+                               ceil_div(rows, Tile::kRows);
+    launch.blocks = static_cast<int>(std::clamp<std::int64_t>(items, 1, most_blocks));
+    device::launch_chained<decode_sm90_kernel<Tile>>(dim3(launch.blocks), dim3(kThreads),
+                                                     sizeof(Shared<Tile>), stream, launch,
+                                                     "attention");
+    if (p.counters != nullptr || launch.max_splits == 1 || launch.sequences == 0) continue;
+    const int pairs = checked_int32(std::int64_t{launch.sequences} * p.kv_heads,
+                                    "attention: KV heads");
+    device::launch_chained<merge_splits_kernel<Tile>>(dim3(pairs), dim3(kConsumerThreads), 0,
                                                       stream, launch, "attention: combine");
-}
-
-/// Whether the rows of every sequence of few queries fit in one MMA.
-inline bool has_few_rows(const AttentionParams& p) {
-  return config::max_split_rows(p.max_q, p.heads / p.kv_heads) <= 8;
+  }
 }
 
 }  // namespace ridgeline::attention_decode

@@ -1,11 +1,11 @@
 #pragma once
 #include "kernels/attention_decode_warp.cuh"
 
-/// How the sums of four warps become a row, and those of several splits.
+/// Where the sums of an item go, and how those of several splits become a row.
 namespace ridgeline::attention_decode {
 
 /// The results of splits: sums in the order of the accumulators (a float4 holds two columns of two
-/// rows; columns of a pair of rows follow each other), divided by their row's total, and apart lse.
+/// rows; columns of a pair of rows follow each other), and apart each row's base and total.
 template <class Tile>
 struct Partials {
   const Launch& launch;
@@ -18,184 +18,198 @@ struct Partials {
     return static_cast<float4*>(launch.attention.workspace) +
            (split * launch.row_pairs + row_pair) * Tile::kPairUnits;
   }
-  __device__ float2* lse(std::int64_t split) const {
+  __device__ float2* ends(std::int64_t split) const {
     const std::int64_t splits =
         std::int64_t{launch.attention.batch} * launch.attention.kv_heads * launch.max_splits;
-    return reinterpret_cast<float2*>(sums(splits, 0)) + split * launch.row_pairs;
+    return reinterpret_cast<float2*>(sums(splits, 0)) + split * launch.row_pairs * 2;
   }
 };
 
-__device__ __forceinline__ float sink_of_row(const AttentionParams& p, const Work& work, int row) {
-  return row < work.rows ? attention_tile::sink_of(p, work.head(row)) : device::kMinusInfinity;
+__device__ __forceinline__ float sink_of_row(const Launch& launch, const Work& work, int row) {
+  if (launch.attention.sinks == nullptr || row >= work.rows) return device::kMinusInfinity;
+  return attention_tile::sink_of(launch.attention, row_of(launch, work, row).head);
 }
 
-/// The four elements of unit `unit` of a pair of rows, and where they go.
+/// The column of the head that holds element h of float4 number `unit` of a row: 8-bit values come
+/// from shared memory in pairs of columns.
 template <class Tile>
-__device__ __forceinline__ void store_unit(const AttentionParams& p, const Work& work, int row,
-                                           int unit, float4 sum) {
+__device__ __forceinline__ int column_of(int unit, int h) {
+  return unit / 8 * 16 + (Tile::kQuantised ? unit % 8 * 2 + h : unit % 8 + 8 * h);
+}
+
+template <class Tile>
+__device__ __forceinline__ void store_element(const AttentionParams& p, void* row, int column,
+                                              float value) {
   using T = typename Tile::T;
-  const int g = unit % 8, i = unit / 8;
+  if (column >= p.head_dim) return;
+  if (Tile::kQuantised && p.dtype == DType::kBFloat16) {
+    static_cast<__nv_bfloat16*>(row)[column] = device::from_float<__nv_bfloat16>(value);
+  } else {
+    static_cast<T*>(row)[column] = device::from_float<T>(value);
+  }
+}
+
+/// The four elements of unit `unit` of a pair of rows.
+template <class Tile>
+__device__ __forceinline__ void store_unit(const Launch& launch, const Work& work, int row,
+                                           int unit, float4 sum) {
   const float values[2][2] = {{sum.x, sum.z}, {sum.y, sum.w}};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    if (row + r >= work.rows) break;
-    const std::int64_t start = attention_tile::out_offset(p, work, row + r);
+    void* out = ends_of_row(launch, work, row + r).out;
+    if (out == nullptr) break;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int column = WarpState<Tile>::column(i, g, h);
-      if (column >= p.head_dim) continue;
-      if (Tile::kQuantised && p.dtype == DType::kBFloat16) {
-        static_cast<__nv_bfloat16*>(p.out)[start + column] =
-            device::from_float<__nv_bfloat16>(values[r][h]);
-      } else {
-        static_cast<T*>(p.out)[start + column] = device::from_float<T>(values[r][h]);
-      }
-    }
+    for (int h = 0; h < 2; ++h)
+      store_element<Tile>(launch.attention, out, column_of<Tile>(unit, h), values[r][h]);
   }
 }
 
-/// Where a warp's four sums of MMA i, query tile j lie in scratch memory: no two lanes of a group
-/// of eight in one bank, whether they write (t fastest) or read (g fastest).
+/// This warp's columns of the results of the item's rows.
 template <class Tile>
-__device__ __forceinline__ float4* scratch_of(Stage& stage, int warp, int i, int j, int g, int t) {
-  static_assert(kWarps * Tile::kQueryTiles * Tile::kSums * 32 * sizeof(float4) <= sizeof(Stage));
-  const int place = t * 8 + (g ^ (2 * t));
-  return reinterpret_cast<float4*>(&stage) +
-         ((warp * Tile::kQueryTiles + j) * Tile::kSums + i) * 32 + place;
-}
-
-/// Leaves this warp's totals, bases and, if it had keys, sums in shared memory.
-template <class Tile>
-__device__ __forceinline__ void share_sums(Shared<Tile>& shared, Stage* scratch,
-                                           WarpState<Tile>& warp) {
-  const int g = warp.lane() / 4, t = warp.lane() % 4, w = warp.warp();
+__device__ __forceinline__ void store_rows(const Launch& launch, const Item& item, int place,
+                                           const WarpState<Tile>& warp) {
 #pragma unroll
   for (int j = 0; j < Tile::kQueryTiles; ++j) {
-    warp.softmax[j].join_column();
-    if (g == 0) {
 #pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        shared.largest[w][8 * j + 2 * t + c] = warp.softmax[j].base[c];
-        shared.total[w][8 * j + 2 * t + c] = warp.softmax[j].sum[c];
-      }
-    }
-    if (scratch == nullptr || warp.first_row + 8 * j + 2 * t >= warp.rows) continue;
+    for (int c = 0; c < 2; ++c) {
+      const int row = 8 * j + 2 * warp.t + c;
+      const RowEnds ends = warp.shared.ends[place][row];
+      if (ends.out == nullptr) continue;
+      const device::RowEnd end =
+          device::quick_end_of_row(warp.softmax[j].base[c], warp.softmax[j].sum[c],
+                             sink_of_row(launch, item.work, item.work.first_row + row));
+      if (warp.warp == 0 && warp.g == 0) *ends.lse = end.lse;
 #pragma unroll
-    for (int i = 0; i < Tile::kSums; ++i) {
-      const float (&sum)[4] = warp.sums[i][j];
-      *scratch_of<Tile>(*scratch, w, i, j, g, t) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-    }
-  }
-  if (Tile::kQuantised && warp.lane() == 0)
-    shared.value_unit[w] = exp2f(static_cast<float>(warp.value_exponent - 127));
-}
-
-/// Turns each row's bases into what its warps' sums are to be multiplied with: a thread a row.
-/// Stores lse: the result's if there is one split, a partial's otherwise.
-template <class Tile>
-__device__ __forceinline__ void join_rows(const Launch& launch, const Item& item,
-                                          Shared<Tile>& shared, int groups) {
-  const Work& work = item.work;
-  const int rows = min(work.rows - work.first_row, kWarps * Tile::kRows);
-  for (int r = threadIdx.x; r < rows; r += kConsumerThreads) {
-    const int group = r / Tile::kRows, in_warp = r % Tile::kRows, row = work.first_row + r;
-    float largest = device::kMinusInfinity, total = 0.0f;
-    for (int w = group; w < kWarps; w += groups)
-      largest = fmaxf(largest, shared.largest[w][in_warp]);
-    const float base = device::exponent_base(largest);
-    for (int w = group; w < kWarps; w += groups)
-      total += shared.total[w][in_warp] * device::part_weight(shared.largest[w][in_warp], base);
-    const bool only = item.splits == 1;
-    const float sink =
-        only ? attention_tile::sink_of(launch.attention, work.head(row)) : device::kMinusInfinity;
-    const device::RowEnd end = device::end_of_row(largest, total, sink);
-    for (int w = group; w < kWarps; w += groups) {
-      const float unit = Tile::kQuantised ? shared.value_unit[w] : 1.0f;
-      shared.largest[w][in_warp] =
-          device::part_weight(shared.largest[w][in_warp], base) * end.factor * unit;
-    }
-    if (only) {
-      attention_tile::store_lse(launch.attention, work, row, end.lse);
-    } else {
-      const Partials<Tile> partials{launch};
-      reinterpret_cast<float*>(partials.lse(partials.split(work, item.split)))[row] = end.lse;
+      for (int i = 0; i < Tile::kSums; ++i)
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          store_element<Tile>(launch.attention, ends.out,
+                              column_of<Tile>(8 * (warp.warp * Tile::kSums + i) + warp.g, h),
+                              warp.sums[i][j][c + 2 * h] * end.factor);
     }
   }
 }
 
-/// The item's rows: the result if there is one split, a partial otherwise.
+/// This warp's columns of the item's rows: the result if there is one split, else a partial.
 template <class Tile>
-__device__ __forceinline__ void store_item(const Launch& launch, const Item& item,
-                                           const Shared<Tile>& shared, Stage& scratch, int groups) {
+__device__ __forceinline__ void store_item(const Launch& launch, const Item& item, int place,
+                                           const WarpState<Tile>& warp) {
+  if (item.splits == 1) return store_rows<Tile>(launch, item, place, warp);
   const Work& work = item.work;
   const Partials<Tile> partials{launch};
   const std::int64_t split = partials.split(work, item.split);
-  const int rows = min(work.rows - work.first_row, kWarps * Tile::kRows);
-  const bool has_keys = item.keys.begin < item.keys.end;
-  for (int u = threadIdx.x; u < ceil_div(rows, 2) * Tile::kPairUnits; u += kConsumerThreads) {
-    const int pair = u / Tile::kPairUnits, unit = u % Tile::kPairUnits,
-              row = work.first_row + 2 * pair;
-    const int t = pair % 4, j = pair / 4 % Tile::kQueryTiles,
-              group = pair / (4 * Tile::kQueryTiles);
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int w = group; has_keys && w < kWarps; w += groups) {
-      const float4 part = *scratch_of<Tile>(scratch, w, unit / 8, j, unit % 8, t);
-      const float2 keep = *reinterpret_cast<const float2*>(&shared.largest[w][8 * j + 2 * t]);
-      sum.x += part.x * keep.x, sum.z += part.z * keep.x;
-      sum.y += part.y * keep.y, sum.w += part.w * keep.y;
-    }
-    if (item.splits == 1) {
-      store_unit<Tile>(launch.attention, work, row, unit, sum);
-    } else {
-      partials.sums(split, row / 2)[unit] = sum;
+  const int g = warp.g, t = warp.t;
+#pragma unroll
+  for (int j = 0; j < Tile::kQueryTiles; ++j) {
+    const int row = work.first_row + 8 * j + 2 * t;
+    if (row >= work.rows) continue;
+    const device::ColumnSoftmax& gathered = warp.softmax[j];
+    if (warp.warp == 0 && g == 0)
+      *reinterpret_cast<float4*>(partials.ends(split) + row) = make_float4(
+          gathered.base[0], gathered.sum[0], gathered.base[1], gathered.sum[1]);
+#pragma unroll
+    for (int i = 0; i < Tile::kSums; ++i) {
+      const float(&sums)[4] = warp.sums[i][j];
+      partials.sums(split, row / 2)[8 * (warp.warp * Tile::kSums + i) + g] =
+          make_float4(sums[0], sums[1], sums[2], sums[3]);
     }
   }
 }
 
-/// The rows of one sequence and KV head from their splits, taken kTogether at a time in their
-/// order: one round trip to the L2 cache each. By kConsumerThreads threads.
+/// What the sums of splits of up to kRows rows are multiplied with, and then those of rows.
 template <class Tile>
-__device__ __forceinline__ void merge_splits(const Launch& launch, const Work& work, int splits) {
-  constexpr int kTogether = 16;
-  const AttentionParams& p = launch.attention;
+struct PartWeights {
+  float splits[Tile::kRows][config::kMaxSplits], rows[Tile::kRows];
+};
+
+/// Rows [first_row, first_row + rows): a warp a row, splits over its lanes.
+template <class Tile>
+__device__ __forceinline__ void weigh_splits(const Launch& launch, const Work& work, int splits,
+                                             int first_row, int rows, PartWeights<Tile>& weights) {
+  constexpr int kLanes = device::kWarpSize, kParts = config::kMaxSplits / kLanes;
   const Partials<Tile> partials{launch};
   const std::int64_t begin = partials.split(work, 0);
-  for (int u = threadIdx.x; u < ceil_div(work.rows, 2) * Tile::kPairUnits; u += kConsumerThreads) {
-    const int pair = u / Tile::kPairUnits, unit = u % Tile::kPairUnits, row = 2 * pair;
-    device::JoinedParts rows[2];
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int first = 0; first < splits; first += kTogether) {
-      float4 values[kTogether];
-      float2 lse[kTogether];
-      float weights[2][kTogether];
+  // Lanes are numbered so that the sum over the warp joins neighbours first.
+  const int first_split = static_cast<int>(__brev(threadIdx.x % kLanes) >> 27);
+  for (int r = threadIdx.x / kLanes; r < rows; r += kWarps) {
+    const int row = first_row + r;
+    float bases[kParts], totals[kParts];
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const std::int64_t split = begin + min(first + i, splits - 1);
-        values[i] = ptx::load_from_l2(partials.sums(split, pair) + unit);
-        lse[i] = ptx::load_from_l2(partials.lse(split) + pair);
-      }
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        const bool here = first + i < splits;
-        weights[0][i] = here ? lse[i].x * device::kLog2E : device::kMinusInfinity;
-        weights[1][i] = here ? lse[i].y * device::kLog2E : device::kMinusInfinity;
-      }
-      const float keep[2] = {rows[0].add(weights[0]), rows[1].add(weights[1])};
-      sum.x *= keep[0], sum.z *= keep[0], sum.y *= keep[1], sum.w *= keep[1];
-#pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        sum.x += weights[0][i] * values[i].x, sum.z += weights[0][i] * values[i].z;
-        sum.y += weights[1][i] * values[i].y, sum.w += weights[1][i] * values[i].w;
-      }
+    for (int i = 0; i < kParts; ++i) {
+      const int split = first_split + i * kLanes;
+      float2 end = make_float2(device::kMinusInfinity, 0.0f);
+      if (split < splits) end = ptx::load_from_l2(partials.ends(begin + split) + row);
+      bases[i] = end.x, totals[i] = end.y;
     }
-    const device::RowEnd ends[2] = {
-        device::end_of_row(rows[0].largest, rows[0].total, sink_of_row(p, work, row)),
-        device::end_of_row(rows[1].largest, rows[1].total, sink_of_row(p, work, row + 1))};
-    sum.x *= ends[0].factor, sum.z *= ends[0].factor, sum.y *= ends[1].factor,
-        sum.w *= ends[1].factor;
-    store_unit<Tile>(p, work, row, unit, sum);
-    if (unit == 0) attention_tile::store_lse(p, work, row, ends[0].lse);
-    if (unit == 1 && row + 1 < work.rows) attention_tile::store_lse(p, work, row + 1, ends[1].lse);
+    const device::RowEnd end = device::weigh_parts(bases, totals, sink_of_row(launch, work, row));
+    if (threadIdx.x % kLanes == 0) {
+      *ends_of_row(launch, work, row).lse = end.lse;
+      weights.rows[r] = end.factor;
+    }
+#pragma unroll
+    for (int i = 0; i < kParts; ++i) weights.splits[r][first_split + i * kLanes] = bases[i];
+  }
+}
+
+__device__ __forceinline__ float4 add(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+
+/// The rows of one sequence and KV head from their splits: the upper levels of the tree whose lower
+/// ones the splits are. kTogether at a time, one round trip to the L2 cache each. By
+/// kConsumerThreads threads.
+template <class Tile>
+__device__ __forceinline__ void merge_splits(const Launch& launch, const Work& work, int splits,
+                                             PartWeights<Tile>& weights) {
+  constexpr int kTogether = 16, kLevels = 2;
+  static_assert(kTogether << kLevels == config::kMaxSplits);
+  const Partials<Tile> partials{launch};
+  const std::int64_t begin = partials.split(work, 0);
+  for (int first_row = 0; first_row < work.rows; first_row += Tile::kRows) {
+    const int rows = min(work.rows - first_row, Tile::kRows);
+    const int units = ceil_div(rows, 2) * Tile::kPairUnits;
+    for (int first_unit = 0; first_unit < units; first_unit += kConsumerThreads) {
+      const int u = first_unit + static_cast<int>(threadIdx.x);
+      const int pair = min(u, units - 1) / Tile::kPairUnits, unit = u % Tile::kPairUnits;
+      float4 sum, waiting[kLevels];
+      for (int first = 0; first < splits; first += kTogether) {
+        float4 values[kTogether];
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i)
+          values[i] = ptx::load_from_l2(
+              partials.sums(begin + min(first + i, splits - 1), first_row / 2 + pair) + unit);
+        if (first == 0 && first_unit == 0) {  // while the values come
+          ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // weights are read
+          weigh_splits<Tile>(launch, work, splits, first_row, rows, weights);
+          ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // weights are there
+        }
+#pragma unroll
+        for (int i = 0; i < kTogether; ++i) {
+          const float even = weights.splits[2 * pair][first + i];
+          const float odd = weights.splits[2 * pair + 1][first + i];
+          const float4 v = values[i];
+          values[i] = first + i < splits ? make_float4(v.x * even, v.y * odd, v.z * even, v.w * odd)
+                                         : make_float4(-0.0f, -0.0f, -0.0f, -0.0f);
+        }
+#pragma unroll
+        for (int apart = 1; apart < kTogether; apart *= 2)
+#pragma unroll
+          for (int i = 0; i < kTogether; i += 2 * apart)
+            values[i] = add(values[i], values[i + apart]);
+        sum = values[0];
+        const bool is_last = first + kTogether >= splits;
+        bool waits = false;
+#pragma unroll
+        for (int level = 0; level < kLevels; ++level) {
+          const bool joins = (first / kTogether >> level & 1) != 0;
+          if (!waits && joins) sum = add(waiting[level], sum);
+          if (!waits && !joins && !is_last) waiting[level] = sum, waits = true;
+        }
+      }
+      const float even = weights.rows[2 * pair], odd = weights.rows[2 * pair + 1];
+      sum = make_float4(sum.x * even, sum.y * odd, sum.z * even, sum.w * odd);
+      if (u < units) store_unit<Tile>(launch, work, first_row + 2 * pair, unit, sum);
+    }
   }
 }
 

@@ -2,7 +2,7 @@
 #include "device/ptx/async_copy.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/tensor_copy.cuh"
-#include "kernels/attention_decode_sm90.cuh"
+#include "kernels/attention_decode_items.cuh"
 
 /// The warp of the Hopper decode kernel that brings tiles of keys and values.
 namespace ridgeline::attention_decode {
@@ -17,17 +17,20 @@ struct Box {
 template <class Tile>
 __device__ __forceinline__ void request_tables(const Launch& launch, Shared<Tile>& shared) {
   const AttentionParams& p = launch.attention;
-  for (int b = 0; b < p.batch; ++b)
-    for (int i = threadIdx.x % device::kWarpSize; i < p.max_blocks; i += device::kWarpSize)
-      ptx::copy_async_4(&shared.tables[b * p.max_blocks + i],
-                        p.block_tables + b * p.stride_table + i, true);
+  for (int i = threadIdx.x % device::kWarpSize; i < p.batch * p.max_blocks;
+       i += device::kWarpSize) {
+    const int b = launch.max_blocks.divide(i);
+    ptx::copy_async_4(&shared.tables[i],
+                      p.block_tables + b * p.stride_table + i - b * p.max_blocks, true);
+  }
   ptx::commit_copies();
 }
 
-/// Where this lane's box of the tile at key n lies.
-template <class Tile>
-__device__ __forceinline__ Box find_box(const Launch& launch, const Shared<Tile>& shared,
-                                        const Item& item, int n) {
+/// Where this lane's box of the tile at key n lies. block_at(i, wanted): entry i of the block table
+/// if it is wanted; by all lanes.
+template <class Tile, class BlockAt>
+__device__ __forceinline__ Box find_box(const Launch& launch, const Item& item, int n,
+                                        BlockAt&& block_at) {
   const AttentionParams& p = launch.attention;
   const int lane = threadIdx.x % device::kWarpSize;
   const int first = lane / Tile::kParts * launch.box_rows;
@@ -39,14 +42,53 @@ __device__ __forceinline__ Box find_box(const Launch& launch, const Shared<Tile>
     return box;
   }
   const int index = launch.block_size.divide(n);
-  int block = 0;  // block 0 stands in for ids out of range
-  if (box.wanted && index < p.max_blocks)
-    block = launch.copies_tables ? shared.tables[item.work.batch * p.max_blocks + index]
-                                 : p.block_tables[item.work.batch * p.stride_table + index];
+  int block = block_at(index, box.wanted && index < p.max_blocks);
+  // Block 0 stands in for ids out of range.
   if (static_cast<unsigned>(block) >= static_cast<unsigned>(p.num_blocks)) block = 0;
   box.slot_batch = block;
   box.slot_row = n - index * p.block_size;
   return box;
+}
+
+/// This lane's part of a tile: columns from `column` on of its box's rows.
+template <class Tile>
+__device__ __forceinline__ int column_of_lane() {
+  return static_cast<int>(threadIdx.x) % Tile::kParts * (Tile::kSize / Tile::kParts);
+}
+
+/// Brings the first tiles of item `index` to L2 if lengths and block tables stay what they are
+/// while the kernels ahead still run, which only a guess may read. One warp, sequence b its lane b.
+template <class Tile>
+__device__ __forceinline__ void prefetch_guess(const Launch& launch, int index) {
+  const AttentionParams& p = launch.attention;
+  const int lane = threadIdx.x % device::kWarpSize;
+  config::Sequence s{.q_len = p.max_q};
+  const bool valid = lane < launch.sequences;
+  if (valid) {
+    const int length = ptx::load_from_l2(p.seq_lens + launch.first_sequence + lane);
+    s.k_len = static_cast<int>(config::clamped(length, 0, p.max_k));
+  }
+  const int load = device::warp_inclusive_sum(valid ? load_of<Tile>(launch, s) : 0);
+  const int limit = item_limit(launch, device::from_lane(load, device::kWarpSize - 1));
+  const int count = valid ? items_of<Tile>(launch, s, limit) : 0;
+  const int sum = device::warp_inclusive_sum(count);
+  const int owner = device::count_lanes(sum <= index);
+  if (owner == device::kWarpSize) return;
+  s.k_len = device::from_lane(s.k_len, owner);
+  const Item item = item_of<Tile>(launch, s, limit, launch.first_sequence + owner,
+                                  index - device::from_lane(sum - count, owner));
+  const std::int32_t* table = p.block_tables + item.work.batch * p.stride_table;
+  const std::uint64_t policy = ptx::evict_first();
+  for (int tile = 0; tile < Tile::kStages / 2; ++tile) {
+    const Box box = find_box<Tile>(launch, item, item.keys.begin + tile * Tile::kKeys,
+                                   [&](int i, bool wanted) {
+                                     return wanted ? ptx::load_from_l2(table + i) : 0;
+                                   });
+    if (!box.wanted) continue;
+    for (const CUtensorMap* map : {&launch.k, &launch.v})
+      ptx::prefetch_tensor_4d(map, column_of_lane<Tile>(), box.slot_row, item.work.kv_head,
+                              box.slot_batch, policy);
+  }
 }
 
 /// The aligned 4 bytes in which a 2-byte element lies: the least that a lane copies by itself.
@@ -54,86 +96,155 @@ __device__ __forceinline__ const void* word_of(const char* element) {
   return element - reinterpret_cast<std::uintptr_t>(element) % 4;
 }
 
+/// Keys or values as the producer needs them.
+struct Source {
+  const CUtensorMap* map;
+  const void* scales;
+  std::int64_t stride_batch, stride_row, stride_head;  // of scales
+};
+
 /// The scales of a tile, a key a lane at a time; the barrier counts them as they come.
 template <class Tile>
-__device__ __forceinline__ void request_scales(const Launch& launch, int kv_head, int keys,
-                                               const Box& box, Shared<Tile>& shared, int stage) {
-  const AttentionParams& p = launch.attention;
-  const auto* k = static_cast<const char*>(p.k_scale) + kv_head * p.stride_ks_head * 2;
-  const auto* v = static_cast<const char*>(p.v_scale) + kv_head * p.stride_vs_head * 2;
+__device__ __forceinline__ void request_scales(const Launch& launch, const Source& source,
+                                               int kv_head, int keys, const Box& box,
+                                               Shared<Tile>& shared, int stage) {
+  const auto* scales = static_cast<const char*>(source.scales) + kv_head * source.stride_head * 2;
   for (int first = 0; first < keys; first += device::kWarpSize) {
     const int i = first + static_cast<int>(threadIdx.x) % device::kWarpSize;
     const int owner = (i >> launch.box_shift) * Tile::kParts;  // the lane that knows its box
     const std::int64_t batch = device::from_lane(box.slot_batch, owner);
     const std::int64_t row = device::from_lane(box.slot_row, owner) + (i & (launch.box_rows - 1));
     if (i >= keys) continue;
-    auto& to = shared.scales[stage];
-    const char* from_k = k + (batch * p.stride_ks_batch + row * p.stride_ks_row) * 2;
-    const char* from_v = v + (batch * p.stride_vs_batch + row * p.stride_vs_row) * 2;
-    ptx::copy_async_4(&to.k[i], word_of(from_k), true);
-    ptx::copy_async_4(&to.v[i], word_of(from_v), true);
+    const char* from = scales + (batch * source.stride_batch + row * source.stride_row) * 2;
+    ptx::copy_async_4(&shared.scales[stage][i], word_of(from), true);
   }
   ptx::mbarrier_arrive_after_copies(&shared.full[stage]);
 }
 
-/// All tiles of this block's items, by one warp. What a tile's copies ask of the block table is
-/// requested a tile ahead.
+/// The warp that plans this block's items and brings their tiles: keys, then values. What it asks
+/// of memory for the next item is on its way while it brings the tiles of this one.
 template <class Tile>
 __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared) {
+  const AttentionParams& p = launch.attention;
   const int lane = threadIdx.x % device::kWarpSize;
   const int part = lane % Tile::kParts, first = lane / Tile::kParts * launch.box_rows;
   const int box_bytes = launch.box_rows * Tile::kPartBytes;
+  const int offset = part * Tile::kPartSpan + first * Tile::kPartBytes;
   const std::uint64_t policy = ptx::evict_first();
+  const Source keys_source{&launch.k, p.k_scale, p.stride_ks_batch, p.stride_ks_row,
+                           p.stride_ks_head};
+  const Source values_source{&launch.v, p.v_scale, p.stride_vs_batch, p.stride_vs_row,
+                             p.stride_vs_head};
   if (launch.copies_tables) request_tables<Tile>(launch, shared);
-  Ring<kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
-  Ring<kItems> items;
-  Item item{};
-  const auto find_tiles = [&] {  // the next item that has keys
-    for (;;) {
-      ptx::mbarrier_wait(&shared.described[items.place], items.parity);
-      item = shared.items[items.place];
-      if (item.splits == 0) return false;
-      __syncwarp();  // all lanes have read it
-      if (lane == 0) ptx::mbarrier_arrive(&shared.released[items.place]);
-      items.next();
-      if (item.keys.begin < item.keys.end) return true;
+  const int limit = find_limit<Tile>(launch);
+  number_items<Tile>(launch, limit, shared.first_items);
+  const int all = shared.first_items[launch.sequences], blocks = static_cast<int>(gridDim.x);
+  // Items after a block's first are dealt as blocks come to their last tiles: a block that joins
+  // splits falls behind, and would else be the last to arrive, and join, ever again. H200, bf16,
+  // 128 sequences of 4k keys: 793 us, and 555 dealt.
+  const bool deals = p.counters != nullptr && all > blocks;
+  int batch = 0;
+  const auto plan = [&](int index) {
+    if (index >= all) return Item{};
+    for (int passed = device::kWarpSize; passed == device::kWarpSize;) {
+      const int b = batch + 1 + lane;
+      passed = device::count_lanes(b <= launch.sequences && shared.first_items[b] <= index);
+      batch += passed;
     }
+    const int b = launch.first_sequence + batch;
+    return item_of<Tile>(launch, config::sequence_of(p, b), limit, b,
+                         index - shared.first_items[batch]);
   };
-  Box box{};
-  int n = 0;
-  for (bool started = false, more = true; more; started = true) {
-    const Box here = box;
-    const int kv_head = item.work.kv_head;
-    [[maybe_unused]] const int keys = config::lesser(Tile::kKeys, item.keys.end - n);
-    n += Tile::kKeys;
-    if (n >= item.keys.end) {
-      more = find_tiles();
-      n = item.keys.begin;
-    }
-    if (!started && launch.copies_tables) {
-      ptx::wait_copies<0>();
-      __syncwarp();  // the block tables are there
-    }
-    if (more) box = find_box<Tile>(launch, shared, item, n);
-    if (!started) continue;
-    Stage& stage = shared.stages[ring.place];
-    std::uint64_t* full = &shared.full[ring.place];
-    const int boxes = device::count_lanes(here.wanted);
-    ptx::mbarrier_wait(&shared.free[ring.place], ring.parity);
-    if (lane == 0) ptx::mbarrier_expect(full, 2 * boxes * box_bytes);
-    __syncwarp();  // the bytes are expected before the first can come
-    if (here.wanted) {
-      const int offset = part * Tile::kPartSpan + first * Tile::kPartBytes;
-      const int column = part * (Tile::kSize / Tile::kParts);
-      ptx::copy_tensor_4d(stage.k + offset, &launch.k, full, column, here.slot_row, kv_head,
-                          here.slot_batch, policy);
-      ptx::copy_tensor_4d(stage.v + offset, &launch.v, full, column, here.slot_row, kv_head,
-                          here.slot_batch, policy);
-    }
-    if constexpr (Tile::kQuantised)
-      request_scales<Tile>(launch, kv_head, keys, here, shared, ring.place);
-    ring.next();
+  // Entries of an item's block table, one a lane, from entry `from` on.
+  struct Entries {
+    int from, entry;
+  };
+  const auto load_entries = [&](const Item& item, int n) {
+    Entries entries{.from = launch.block_size.divide(n), .entry = 0};
+    const int i = entries.from + lane;
+    if (p.block_tables != nullptr && i < p.max_blocks)
+      entries.entry = launch.copies_tables
+                          ? shared.tables[item.work.batch * p.max_blocks + i]
+                          : p.block_tables[item.work.batch * p.stride_table + i];
+    return entries;
+  };
+  Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
+  // More of them on their way make the memory slower. H200, bf16, 32 sequences of 8k keys: 258 us,
+  // and 248 so.
+  constexpr int kInFlight = kFlightBytes / Tile::kBytes;
+  static_assert(kInFlight < Tile::kStages, "a stage that has landed is not yet asked for again");
+  Ring<Tile::kStages> landed;
+  int requested = 0;
+  Ring<kItems> items{.parity = 1};
+  int index = static_cast<int>(blockIdx.x);
+  Item item = plan(index);
+  if (launch.copies_tables) {
+    ptx::wait_copies<0>();
+    __syncwarp();  // the block tables are there
   }
+  Entries entries = load_entries(item, item.keys.begin);
+  for (;; items.next()) {
+    ptx::mbarrier_wait(&shared.released[items.place], items.parity);
+    if (lane < Tile::kRows)
+      shared.ends[items.place][lane] = ends_of_row(launch, item.work, item.work.first_row + lane);
+    if (lane == 0) shared.items[items.place] = item;
+    __syncwarp();  // the item is described
+    if (lane == 0) ptx::mbarrier_arrive(&shared.described[items.place]);
+    if (item.splits == 0) break;
+    const auto bring = [&](int n) {
+      if (launch.block_size.divide(n + Tile::kKeys - 1) - entries.from >= device::kWarpSize)
+        entries = load_entries(item, n);
+      const Box box = find_box<Tile>(launch, item, n, [&](int i, bool wanted) {
+        const int block = device::from_lane(entries.entry, (i - entries.from) % device::kWarpSize);
+        return wanted ? block : 0;
+      });
+      const int boxes = device::count_lanes(box.wanted);
+      [[maybe_unused]] const int keys = config::lesser(Tile::kKeys, item.keys.end - n);
+#pragma unroll
+      for (const Source& source : {keys_source, values_source}) {
+        std::uint64_t* full = &shared.full[ring.place];
+        ptx::mbarrier_wait(&shared.free[ring.place], ring.parity);
+        if (++requested > kInFlight) {
+          ptx::mbarrier_wait(&shared.full[landed.place], landed.parity);
+          landed.next();
+        }
+        if (lane == 0) ptx::mbarrier_expect(full, boxes * box_bytes);
+        __syncwarp();  // the bytes are expected before the first can come
+        if (box.wanted)
+          ptx::copy_tensor_4d(shared.stages[ring.place] + offset, source.map, full,
+                              column_of_lane<Tile>(), box.slot_row, item.work.kv_head,
+                              box.slot_batch, policy);
+        if constexpr (Tile::kQuantised)
+          request_scales<Tile>(launch, source, item.work.kv_head, keys, box, shared, ring.place);
+        ring.next();
+      }
+    };
+    int dealt = 0;
+    bool asks = deals;
+    for (int n = item.keys.begin;; n += Tile::kKeys) {
+      const int left = item.keys.end - n;
+      if (asks && left <= kAskedAhead * Tile::kKeys) {
+        asks = false;
+        if (lane == 0) dealt = atomicAdd(dealt_items(p), 1);
+      }
+      if (left > 0) bring(n);
+      if (n == item.keys.begin) {
+        if constexpr (Tile::kSharesQueries)
+          request_queries<Tile>(launch, item.work, shared.queries[items.place]);
+        ptx::mbarrier_arrive_after_copies(&shared.fetched[items.place]);
+      }
+      if (left <= Tile::kKeys) break;
+    }
+    __syncwarp();  // the lanes are done with the item
+    if (lane == 0) ptx::mbarrier_arrive(&shared.released[items.place]);
+    index = deals ? blocks + device::from_lane(dealt, 0) : index + blocks;
+    item = plan(index);
+    entries = load_entries(item, item.keys.begin);
+  }
+  // The last block to end leaves zeros behind.
+  if (lane == 0 && deals &&
+      ptx::count_arrival(dealt_items(p) + 1, gridDim.x - 1) == gridDim.x - 1)
+    *dealt_items(p) = 0;
 }
 
 }  // namespace ridgeline::attention_decode

@@ -8,8 +8,9 @@ using namespace attention_decode;
 
 template <DType kCache>
 void launch_cache(const AttentionParams& p, Stream stream) {
-  if (has_few_rows(p)) return launch_tiles<Tile<kCache, config::kDecodeColumns, 1>>(p, stream);
-  launch_tiles<Tile<kCache, config::kDecodeColumns, 2>>(p, stream);
+  if (config::max_split_rows(p.max_q, p.heads / p.kv_heads) <= config::kMmaRows)
+    return launch_tiles<Tile<kCache, 128, 1>>(p, stream);
+  launch_tiles<Tile<kCache, 128, 2>>(p, stream);
 }
 
 }  // namespace

@@ -8,14 +8,16 @@ using namespace attention_decode;
 
 template <DType kCache>
 void launch_cache(const AttentionParams& p, Stream stream) {
-  if (has_few_rows(p)) return launch_tiles<Tile<kCache, config::kDecodeColumns, 1>>(p, stream);
-  launch_tiles<Tile<kCache, config::kDecodeColumns, 2>>(p, stream);
+  const int columns = config::decode_columns(p.head_dim);
+  if (columns == 64) return launch_tiles<Tile<kCache, 64, 1>>(p, stream);
+  if (columns == 128) return launch_tiles<Tile<kCache, 128, 1>>(p, stream);
+  launch_tiles<Tile<kCache, 256, 1>>(p, stream);
 }
 
 }  // namespace
 
 bool covers_decode_sm90(const AttentionParams& p) {
-  return device::runs_sm90a() && config::has_decode_tile(p.head_dim) &&
+  return device::runs_sm90a() && config::has_decode_tile(p) &&
          device::is_mappable(keys_of(p)) && device::is_mappable(values_of(p)) &&
          (p.k_scale == nullptr || (p.stride_ks_batch % 2 == 0 && p.stride_vs_batch % 2 == 0));
 }

@@ -10,8 +10,8 @@
 #include "device/reduce.cuh"
 #include "kernels/attention_tile.cuh"
 
-/// What a block of the Hopper decode kernel works on: tiles, shared memory, items, and the warp
-/// that keeps their order.
+/// What a block of the Hopper decode kernel works on: tiles, shared memory, and the warp that
+/// counts the items that are done.
 namespace ridgeline::attention_decode {
 
 namespace config = attention_config;
@@ -23,12 +23,14 @@ constexpr int kWarps =
     4;  // that multiply; then one brings tiles and one keeps the order of the work
 constexpr int kConsumerThreads = kWarps * device::kWarpSize;
 constexpr int kThreads = kConsumerThreads + 2 * device::kWarpSize;
-constexpr int kTileBytes = 16384;  // of keys, and as much of values
-constexpr int kStages = 3;         // 96 KB: two blocks an SM
-constexpr int kStep = 16;          // keys of one MMA
+constexpr int kBlockBytes = 113 * 1024;  // of shared memory: two blocks an SM
+constexpr int kFlightBytes = 64 * 1024;  // that a block has asked for and not got
+constexpr int kAskedAhead = 3;  // tiles before an item's end, its block asks for another
+constexpr int kStep = 16;                // keys of one MMA
 constexpr int kItems = 4;  // items in the making: read ahead, worked on, waiting to be joined
-constexpr int kTableEntries = 512;  // block tables of fewer in all are copied to shared memory
+constexpr int kTableEntries = 256;  // block tables of fewer in all are copied to shared memory
 constexpr int kMaxSequences = 256;  // of one launch
+constexpr int kOtherBytes = 4096;   // of shared memory: items, tables, barriers
 
 /// A tile of keys in the cache's type and the type that multiplies it. fp8 and int8 are exact in
 /// fp16. kSize columns are computed; a head of fewer is padded with zeros by the copy engine.
@@ -38,19 +40,28 @@ struct Tile {
   using T = std::conditional_t<kCache == DType::kBFloat16, __nv_bfloat16, __half>;
   static constexpr bool kQuantised = size_of(kCache) == 1;
   static constexpr int kSize = kSize_;
-  static constexpr int kSums = kSize / 16;          // MMAs that a step's values take
-  static constexpr int kQueryTiles = kQueryTiles_;  // of 8 rows, of one warp
+  static constexpr int kSums = kSize / kWarps / 16;  // MMAs that a step's values take a warp
+  static constexpr int kQueryTiles = kQueryTiles_;   // of 8 rows
   static constexpr int kRows = 8 * kQueryTiles;
   static constexpr int kRowBytes = kSize * static_cast<int>(size_of(kCache));
   static constexpr int kPartBytes = kRowBytes < 128 ? kRowBytes : 128;  // of a swizzled row
   static constexpr int kParts = kRowBytes / kPartBytes;
-  static constexpr int kKeys = kTileBytes / kRowBytes;
+  static constexpr int kKeys = kRowBytes < 256 ? 128 : 64;
+  static constexpr int kBytes = kKeys * kRowBytes;
   static constexpr int kPartSpan = kKeys * kPartBytes;
-  static constexpr int kPairUnits = kSums * 8;  // float4 of the sums of two rows
+  static constexpr int kPairUnits = kSize / 2;  // float4 of the sums of two rows
+  // An item is up to 1 << kLevels leaves: so many parts of a tree of them wait.
+  static constexpr int kLevels = kQueryTiles > 1 ? 0 : kSize > 128 ? 3 : 5;
   // Where a sequence has at most 8 rows, they wait in shared memory; the pitch keeps them apart by
   // 4 banks.
   static constexpr bool kSharesQueries = kQueryTiles == 1 && kSize <= 128;
   static constexpr int kQueryPitch = kSize + 8;
+  static constexpr int kWeightPitch = kKeys + 8;
+  // Tiles on their way: what else a block holds leaves room for so many.
+  static constexpr int kStages =
+      (kBlockBytes - kOtherBytes - (kSharesQueries ? kItems * 8 * kQueryPitch * 2 : 0) -
+       2 * kRows * kWeightPitch * 2) /
+      (kBytes + (kQuantised ? kKeys * 4 : 0));
 };
 
 /// Bytes from the start of a tile to 16-byte chunk `chunk` of row `row` under the engine's swizzle.
@@ -64,42 +75,45 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
 
 // ---- Shared memory ------------------------------------------------------------------------------
 
-/// Keys, then values, of up to kKeys keys; at the end of an item the last stage serves as scratch
-/// memory for the warps' sums.
-struct Stage {
-  char k[kTileBytes];
-  char v[kTileBytes];
-};
-
-/// One split of a sequence's keys for one KV head and at most kWarps * kRows of its rows.
+/// One split of a sequence's keys for one KV head and at most kRows of its rows.
 struct Item {
   Work work;
   config::KeyRange keys;  // begins at a multiple of kKeyTile
+  int leaf;               // keys of each of its leaves but the last
   int split, splits;      // splits 0: there are no more items
   int arrivals;           // items that the rows of this sequence and KV head are made of
   bool is_last;           // to arrive of them: this block joins them
 };
 
+/// Where a row's result goes; null past the last.
+struct RowEnds {
+  void* out;
+  float* lse;
+};
+
 template <class Tile>
 struct Shared {
   struct None {};
-  struct Scales {
-    std::uint32_t k[Tile::kKeys], v[Tile::kKeys];  // the 4 bytes that hold a key's scale
-  };
+  static constexpr int kStages = Tile::kStages;
+  using Scales = std::uint32_t[Tile::kKeys];              // the 4 bytes that hold a key's scale
   using Queries = std::uint16_t[8][Tile::kQueryPitch];  // of q's type
 
-  alignas(1024) Stage stages[kStages];
+  alignas(1024) char stages[kStages][Tile::kBytes];  // keys and values take turns
   std::conditional_t<Tile::kQuantised, Scales, None> scales[kStages];
   alignas(16) std::conditional_t<Tile::kSharesQueries, Queries, None> queries[kItems];
   Item items[kItems];
+  RowEnds ends[kItems][Tile::kRows];
   std::int32_t tables[kTableEntries];
   int first_items[kMaxSequences + 1];  // of each sequence
-  alignas(16) float largest[kWarps][Tile::kRows];
-  float total[kWarps][Tile::kRows];
-  float value_unit[kWarps];
+  alignas(16) std::uint16_t weights[2][Tile::kRows][Tile::kWeightPitch];  // of every other tile
+  float largest[kWarps][Tile::kRows];
+  float totals[2][kWarps][Tile::kRows];  // of every other leaf
+  int exponents[kWarps];
   alignas(8) std::uint64_t full[kStages], free[kStages];
-  // Of an item: it is described; its partials are stored; is_last is known; its place is free.
-  std::uint64_t described[kItems], stored[kItems], counted[kItems], released[kItems];
+  // Of an item: it is described; its queries are there; its partials are stored; is_last is known;
+  // its place is free.
+  std::uint64_t described[kItems], fetched[kItems], stored[kItems], counted[kItems],
+      released[kItems];
 
   __device__ __forceinline__ void make_barriers() {
     for (int i = 0; i < kStages; ++i) {
@@ -107,10 +121,11 @@ struct Shared {
       ptx::mbarrier_init(&free[i], kWarps);
     }
     for (int i = 0; i < kItems; ++i) {
-      ptx::mbarrier_init(&described[i], Tile::kSharesQueries ? 1 + device::kWarpSize : 1);
+      ptx::mbarrier_init(&described[i], 1);
+      ptx::mbarrier_init(&fetched[i], device::kWarpSize);
       ptx::mbarrier_init(&stored[i], kWarps);
       ptx::mbarrier_init(&counted[i], 1);
-      ptx::mbarrier_init(&released[i], kWarps + 1);
+      ptx::mbarrier_init(&released[i], kWarps + 2);  // both other warps, too
     }
     ptx::fence_mbarrier_init();
   }
@@ -135,15 +150,47 @@ struct Divisor {
 struct Launch {
   AttentionParams attention;
   CUtensorMap k, v;
-  Divisor block_size, kv_heads;
+  Divisor block_size, kv_heads, group, max_blocks;
   Divisor one, half;  // the splits of kDecodeItems, and of twice as many items
   int group_size;     // query heads a KV head
   int first_sequence, sequences;
+  int blocks;  // of the grid
   int box_rows, box_shift;  // keys that one copy brings, 1 << box_shift: they lie in one block
   int max_splits;           // of a sequence, ...
   int row_pairs;            // ... and pairs of rows: the shape of the workspace
   bool copies_tables;
+  bool guesses;  // what the first tiles will be
 };
+
+/// Where row `row` of a sequence and KV head lies.
+struct Row {
+  std::int64_t query;  // of all
+  int head;
+};
+
+__device__ __forceinline__ Row row_of(const Launch& launch, const Work& work, int row) {
+  const int query = launch.group.divide(row);
+  return {work.sequence.q_begin + query,
+          work.kv_head * launch.group_size + row - query * launch.group_size};
+}
+
+__device__ __forceinline__ RowEnds ends_of_row(const Launch& launch, const Work& work, int row) {
+  const AttentionParams& p = launch.attention;
+  if (row >= work.rows) return {};
+  const Row at = row_of(launch, work, row);
+  return {static_cast<std::uint16_t*>(p.out) + work.batch * p.stride_out_batch +
+              (at.query * p.heads + at.head) * p.head_dim,
+          p.lse + work.batch * p.stride_lse_batch + at.head * p.stride_lse_head + at.query};
+}
+
+/// First element of the row in q.
+__device__ __forceinline__ const std::uint16_t* query_at(const Launch& launch, const Work& work,
+                                                         int row) {
+  const AttentionParams& p = launch.attention;
+  const Row at = row_of(launch, work, row);
+  return static_cast<const std::uint16_t*>(p.q) + work.batch * p.stride_q_batch +
+         at.query * p.stride_q_row + at.head * p.stride_q_head;
+}
 
 /// Which of kCount places comes next, and the parity of its use.
 template <int kCount>
@@ -158,102 +205,23 @@ struct Ring {
   }
 };
 
-// ---- Items --------------------------------------------------------------------------------------
+// ---- Queries and arrivals -----------------------------------------------------------------------
 
+/// The rows of an item to shared memory, zeros past the last.
 template <class Tile>
-__device__ __forceinline__ int row_blocks(int rows) {
-  return ceil_div(rows, kWarps * Tile::kRows);
-}
-
-/// The keys that a sequence's queries see: `splits` runs of `keys` from `begin`, a multiple of
-/// kKeyTile, on. A function of the sequence, the heads and how many sequences there are.
-struct Cut {
-  std::int32_t begin, end, keys, splits;
-};
-
-__device__ __forceinline__ Cut cut_of(const Launch& launch, const config::Sequence& s) {
-  const AttentionParams& p = launch.attention;
-  const config::KeyRange first = config::visible_keys(p, s, 0);
-  const config::KeyRange last = config::visible_keys(p, s, s.q_len - 1);
-  Cut cut{.begin = first.begin / config::kKeyTile * config::kKeyTile,
-          .end = config::lesser(last.end, s.k_len)};
-  const int span = config::greater(cut.end - cut.begin, 1);
-  cut.keys = config::decode_keys(launch.one.divide(span - 1) + 1, launch.half.divide(span - 1) + 1,
-                                 s.q_len * launch.group_size);
-  // Exact: the quotient is small, and the correction undoes its rounding.
-  cut.splits = static_cast<int>(__fdividef(static_cast<float>(span), static_cast<float>(cut.keys)));
-  while (cut.splits * cut.keys < span) ++cut.splits;
-  while ((cut.splits - 1) * cut.keys >= span) --cut.splits;
-  return cut;
-}
-
-/// How many items the sequence is; those of a KV head and split are its blocks of rows.
-template <class Tile>
-__device__ __forceinline__ int items_of(const Launch& launch, int batch) {
-  const config::Sequence s = config::sequence_of(launch.attention, batch);
-  if (launch.attention.batch_invariant || !config::is_split(s.q_len, launch.group_size)) return 0;
-  return cut_of(launch, s).splits * launch.attention.kv_heads *
-         row_blocks<Tile>(s.q_len * launch.group_size);
-}
-
-/// Neighbours are the heads of one split: they share the block table's entries and the scales.
-template <class Tile>
-__device__ __forceinline__ Item item_of(const Launch& launch, int batch, int index) {
-  const AttentionParams& p = launch.attention;
-  Item item{.work = {.sequence = config::sequence_of(p, batch),
-                     .batch = batch,
-                     .group = launch.group_size}};
-  Work& work = item.work;
-  work.rows = work.sequence.q_len * work.group;
-  const int blocks = row_blocks<Tile>(work.rows), rest = blocks == 1 ? index : index / blocks;
-  work.first_row = (index - rest * blocks) * (kWarps * Tile::kRows);
-  item.split = launch.kv_heads.divide(rest);
-  work.kv_head = rest - item.split * p.kv_heads;
-  const Cut cut = cut_of(launch, work.sequence);
-  item.splits = cut.splits;
-  item.arrivals = cut.splits * blocks;
-  item.keys.begin = cut.begin + item.split * cut.keys;
-  item.keys.end = config::lesser(item.keys.begin + cut.keys, cut.end);
-  return item;
-}
-
-/// first_items[b]: the number of the first item of sequence b. One warp.
-template <class Tile>
-__device__ __forceinline__ void number_items(const Launch& launch, int* first_items) {
-  const int lane = threadIdx.x % device::kWarpSize;
-  for (int b = lane; b < launch.sequences; b += device::kWarpSize)
-    first_items[b + 1] = items_of<Tile>(launch, launch.first_sequence + b);
-  int before = 0;
-  for (int first = 0; first < launch.sequences; first += device::kWarpSize) {
-    const int b = first + lane;
-    const int count = b < launch.sequences ? first_items[b + 1] : 0;
-    const int sum = before + device::warp_inclusive_sum(count);
-    if (b < launch.sequences) first_items[b + 1] = sum;
-    before = device::from_lane(sum, device::kWarpSize - 1);
-  }
-  if (lane == 0) first_items[0] = 0;
-  __syncwarp();  // the sums are there
-}
-
-/// The rows of an item to shared memory, zeros past the last; the barrier counts them as they come.
-template <class Tile>
-__device__ __forceinline__ void request_queries(const AttentionParams& p, const Work& work,
-                                                typename Shared<Tile>::Queries& to,
-                                                std::uint64_t* described) {
+__device__ __forceinline__ void request_queries(const Launch& launch, const Work& work,
+                                                typename Shared<Tile>::Queries& to) {
   constexpr int kChunks = Tile::kSize / 8;
-  const auto* q = static_cast<const std::uint16_t*>(p.q) + work.batch * p.stride_q_batch;
+  const AttentionParams& p = launch.attention;
 #pragma unroll
   for (int first = 0; first < 8 * kChunks; first += device::kWarpSize) {
     const int i = first + static_cast<int>(threadIdx.x) % device::kWarpSize;
     const int row = i / kChunks, column = i % kChunks * 8;
     const bool valid = row < work.rows && column < p.head_dim;
-    const std::uint16_t* from = q;
-    if (valid)
-      from += (work.sequence.q_begin + work.query(row)) * p.stride_q_row +
-              work.head(row) * p.stride_q_head + column;
+    const auto* from =
+        valid ? query_at(launch, work, row) + column : static_cast<const std::uint16_t*>(p.q);
     ptx::copy_async_16(&to[row][column], from, valid);
   }
-  ptx::mbarrier_arrive_after_copies(described);
 }
 
 /// How many items blocks have asked for; and, next to it, how many blocks have ended.
@@ -261,62 +229,24 @@ __device__ __forceinline__ std::int32_t* dealt_items(const AttentionParams& p) {
   return p.counters + p.batch * p.kv_heads;
 }
 
-/// The warp that keeps the order of the work: it describes this block's items, two
-/// ahead of those that multiply, and counts the arrival of those that are stored. So the trips to
-/// memory of both are waited for by no other warp.
+/// The warp beside the producer counts the arrival of each item that is stored. No other warp waits
+/// for these trips to memory.
 template <class Tile>
-__device__ __forceinline__ void keep_order(const Launch& launch, Shared<Tile>& shared) {
+__device__ __forceinline__ void count_items(const Launch& launch, Shared<Tile>& shared) {
   const AttentionParams& p = launch.attention;
-  const int lane = threadIdx.x % device::kWarpSize;
-  number_items<Tile>(launch, shared.first_items);
-  const int items = shared.first_items[launch.sequences];
-  int batch = 0;
-  Ring<kItems> next{.parity = 1}, oldest;
-  const auto describe = [&](int index) {
-    ptx::mbarrier_wait(&shared.released[next.place], next.parity);
-    Item item{};
-    if (index < items) {
-      while (shared.first_items[batch + 1] <= index) ++batch;
-      item =
-          item_of<Tile>(launch, launch.first_sequence + batch, index - shared.first_items[batch]);
-    }
-    if (lane == 0) shared.items[next.place] = item;
-    if (lane == 0) ptx::mbarrier_arrive(&shared.described[next.place]);
-    if constexpr (Tile::kSharesQueries)
-      request_queries<Tile>(p, item.work, shared.queries[next.place],
-                            &shared.described[next.place]);
-    next.next();
-  };
-  // From the third on, items are dealt as blocks ask for them: a block that joins splits falls
-  // behind, and would else be the last to arrive, and join, ever again. H200, bf16, 128 sequences
-  // of 4k keys: 793 us, and 555 dealt.
-  int dealt = static_cast<int>(blockIdx.x + gridDim.x);
-  const auto deal = [&] {
-    if (p.counters == nullptr) return dealt += static_cast<int>(gridDim.x);
-    if (lane == 0) dealt = static_cast<int>(2 * gridDim.x) + atomicAdd(dealt_items(p), 1);
-    return device::from_lane(dealt, 0);
-  };
-  int oldest_index = static_cast<int>(blockIdx.x), next_index = dealt;
-  for (int turn = 0; turn < 2 || oldest_index < items; ++turn) {
-    const int ahead = turn == 0 ? oldest_index : turn == 1 ? next_index : deal();
-    describe(ahead);
-    if (turn < 2) continue;
-    oldest_index = next_index, next_index = ahead;
-    Item& item = shared.items[oldest.place];
-    ptx::mbarrier_wait(&shared.stored[oldest.place], oldest.parity);
-    if (lane == 0) {
-      auto* counter = p.counters + item.work.batch * p.kv_heads + item.work.kv_head;
-      const unsigned last = item.arrivals - 1;
-      item.is_last =
-          item.splits > 1 && p.counters != nullptr && ptx::count_arrival(counter, last) == last;
-      ptx::mbarrier_arrive(&shared.counted[oldest.place]);
-    }
-    oldest.next();
+  for (Ring<kItems> ring;; ring.next()) {
+    ptx::mbarrier_wait(&shared.described[ring.place], ring.parity);
+    Item& item = shared.items[ring.place];
+    if (item.splits == 0) break;
+    ptx::mbarrier_wait(&shared.stored[ring.place], ring.parity);
+    if (threadIdx.x % device::kWarpSize > 0) continue;
+    auto* counter = p.counters + item.work.batch * p.kv_heads + item.work.kv_head;
+    const unsigned last = item.arrivals - 1;
+    item.is_last =
+        item.splits > 1 && p.counters != nullptr && ptx::count_arrival(counter, last) == last;
+    ptx::mbarrier_arrive(&shared.counted[ring.place]);
+    ptx::mbarrier_arrive(&shared.released[ring.place]);
   }
-  // The last block to end leaves zeros behind.
-  if (lane == 0 && p.counters != nullptr &&
-      ptx::count_arrival(dealt_items(p) + 1, gridDim.x - 1) == gridDim.x - 1)
-    *dealt_items(p) = 0;
 }
 
 }  // namespace ridgeline::attention_decode

@@ -1,122 +1,41 @@
 #pragma once
-#include "device/ptx/ldmatrix.cuh"
-#include "device/ptx/mma.cuh"
+#include "device/ptx/stmatrix.cuh"
 #include "device/ptx/warpgroup.cuh"
-#include "kernels/attention_decode_sm90.cuh"
+#include "kernels/attention_decode_keys.cuh"
 
-/// What one warp of the Hopper decode kernel multiplies. Keys are the rows of both products, so
-/// that 8 query rows fill an MMA: scores^T [16 keys, 8] = K Q^T, sums^T [size, 8] += V^T weights^T.
+/// What a warp of the Hopper decode kernel does with its scores: it weighs its own keys of a tile,
+/// and sums its own columns of all the tile's values, sums^T [columns, 8] += V^T weights^T. Weights
+/// pass through shared memory, sums never do: the end of an item costs no exchange of them.
 namespace ridgeline::attention_decode {
 
-/// Two consecutive elements of q, of type bf16 or fp16, as floats.
-__device__ __forceinline__ float2 unpack(std::uint32_t pair, DType dtype) {
-  if (dtype == DType::kBFloat16) return __bfloat1622float2(device::as_pair<__nv_bfloat16>(pair));
-  return __half22float2(device::as_pair<__half>(pair));
-}
+constexpr int kConsumersMeet = 1;  // named barrier
 
 template <class Tile>
-struct WarpState {
-  using T = typename Tile::T;
-  const AttentionParams& p;
-  Shared<Tile>& shared;
-
-  // Of the item.
-  int groups, group;             // of the rows, a warp's kRows each: how many, and this warp's
-  int first_row;                 // of this warp
-  int rows;                      // of the item's sequence and KV head
-  config::KeyRange live, whole;  // the keys that some row sees; those that all rows see
-  std::uint32_t queries[Tile::kSums][Tile::kQueryTiles][2];
-  float query_unit[Tile::kQueryTiles][2];  // queries are kept divided by it (quantised)
+struct WarpState : KeyWarp<Tile> {
+  using Base = KeyWarp<Tile>;
+  using typename Base::Scores, typename Base::T;
+  using Base::kSteps, Base::kTiles, Base::row_of_step, Base::scale_of;
+  using Base::g, Base::lane, Base::launch, Base::live, Base::p, Base::shared, Base::t, Base::warp;
 
   // Gathered so far.
-  device::ColumnSoftmax softmax[Tile::kQueryTiles];
-  float sums[Tile::kSums][Tile::kQueryTiles][4];
+  device::ColumnSoftmax softmax[kTiles];  // of rows 2 t and 2 t + 1 of each query tile
+  float sums[Tile::kSums][kTiles][4];
   int value_exponent;  // weights are kept divided by 2^(value_exponent - 127) (quantised)
 
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
-  __device__ static int warp() { return static_cast<int>(threadIdx.x) / device::kWarpSize; }
+  /// A part of the item's tree that waits for what follows it.
+  struct Part {
+    float base[kTiles][2], total[kTiles][2];
+    float sums[Tile::kSums][kTiles][4];
+  };
+  // In local memory, for leaves end seldom and registers are scarce.
+  using Parts = Part[Tile::kLevels > 0 ? Tile::kLevels : 1];
 
-  /// The column of the head at which element i of MMA `sum`'s accumulator row lies: fp8 and int8
-  /// values come from shared memory in pairs of columns.
-  __device__ static int column(int sum, int g, int half) {
-    return Tile::kQuantised ? 16 * sum + 2 * g + half : 16 * sum + g + 8 * half;
-  }
+  __device__ __forceinline__ WarpState(const Launch& launch, Shared<Tile>& shared)
+      : Base{launch, shared} {}
 
-  /// This thread's row of query tile j; null past the last.
-  __device__ __forceinline__ const std::uint16_t* query_row(const Item& item, int place,
-                                                            int j) const {
-    if constexpr (Tile::kSharesQueries) return shared.queries[place][lane() / 4];
-    const Work& work = item.work;
-    const int row = first_row + 8 * j + lane() / 4;
-    if (row >= work.rows) return nullptr;
-    return static_cast<const std::uint16_t*>(p.q) + work.batch * p.stride_q_batch +
-           (work.sequence.q_begin + work.query(row)) * p.stride_q_row +
-           work.head(row) * p.stride_q_head;
-  }
-
-  /// In the order in which words of the cache become operands: an MMA's columns 2t, 2t + 1 and 2t +
-  /// 8, 2t + 9 are those of a 16-bit cache, and 4t to 4t + 3 of an 8-bit cache.
-  __device__ __forceinline__ void load_queries(const Item& item, int place) {
-    const int t = lane() % 4;
+  __device__ __forceinline__ void begin_leaf() {
 #pragma unroll
-    for (int j = 0; j < Tile::kQueryTiles; ++j) {
-      const std::uint16_t* row = query_row(item, place, j);
-#pragma unroll
-      for (int i = 0; i < Tile::kSums; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int column = 16 * i + (Tile::kQuantised ? 4 * t + 2 * h : 8 * h + 2 * t);
-          const bool valid = Tile::kSharesQueries || (row != nullptr && column < p.head_dim);
-          queries[i][j][h] = valid ? *reinterpret_cast<const std::uint32_t*>(row + column) : 0u;
-        }
-    }
-    if constexpr (Tile::kQuantised) normalise_queries();
-  }
-
-  /// Divides each row by a power of two: fp16 then holds all of it but what is 2^-24 of its
-  /// largest.
-  __device__ __forceinline__ void normalise_queries() {
-#pragma unroll
-    for (int j = 0; j < Tile::kQueryTiles; ++j) {
-      float largest = 0.0f;
-#pragma unroll
-      for (int i = 0; i < Tile::kSums; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float2 pair = unpack(queries[i][j][h], p.dtype);
-          largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-        }
-      largest = device::warp_reduce<device::MaxOrNaN, device::kQuad>(largest);
-      const int exponent = min(max(exponent_of(largest), 1), 253);
-      const float factor = __uint_as_float((254 - exponent) << 23);
-#pragma unroll
-      for (int i = 0; i < Tile::kSums; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const float2 pair = unpack(queries[i][j][h], p.dtype);
-          queries[i][j][h] = attention_tile::pack<T>(pair.x * factor, pair.y * factor);
-        }
-#pragma unroll
-      for (int c = 0; c < 2; ++c)
-        query_unit[j][c] =
-            device::from_lane(__uint_as_float(exponent << 23), (lane() % 4 * 2 + c) * 4);
-    }
-  }
-
-  __device__ __forceinline__ void begin(const Item& item, int place) {
-    const Work& work = item.work;
-    rows = work.rows;
-    const int here = min(rows - work.first_row, kWarps * Tile::kRows);
-    groups = here <= Tile::kRows ? 1 : here <= 2 * Tile::kRows ? 2 : 4;
-    group = warp() % groups;
-    first_row = work.first_row + group * Tile::kRows;
-    const config::KeyRange first = config::visible_keys(p, work.sequence, 0);
-    const config::KeyRange last = config::visible_keys(p, work.sequence, work.sequence.q_len - 1);
-    live = {.begin = first.begin, .end = item.keys.end};
-    whole = {.begin = last.begin, .end = config::lesser(first.end, live.end)};
-    load_queries(item, place);
-#pragma unroll
-    for (int j = 0; j < Tile::kQueryTiles; ++j) {
+    for (int j = 0; j < kTiles; ++j) {
       softmax[j] = {};
 #pragma unroll
       for (int i = 0; i < Tile::kSums; ++i)
@@ -126,151 +45,107 @@ struct WarpState {
     value_exponent = 0;
   }
 
-  /// scores = 16 keys of the tile from row `row` on times this warp's queries, by two chains of
-  /// MMAs.
-  __device__ __forceinline__ void multiply_keys(const char* tile, int row,
-                                                float (&scores)[Tile::kQueryTiles][4]) {
-    float parts[2][Tile::kQueryTiles][4] = {};
-    const char* from = tile + row * Tile::kPartBytes;
-#pragma unroll
-    for (int i = 0; i < Tile::kRowBytes / 32; ++i) {
-      std::uint32_t m[4];
-      ptx::ldmatrix(m, from + swizzled<Tile>(lane() % 16, 2 * i + lane() / 16));
-      if constexpr (Tile::kQuantised) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          std::uint32_t low[2], high[2];
-          device::expand_halves<Tile::kCache, false>(m[2 * h], low);
-          device::expand_halves<Tile::kCache, false>(m[2 * h + 1], high);
-          const std::uint32_t a[4] = {low[0], high[0], low[1], high[1]};
-#pragma unroll
-          for (int j = 0; j < Tile::kQueryTiles; ++j)
-            ptx::mma_m16n8k16<T>(parts[h][j], a, queries[2 * i + h][j][0],
-                                 queries[2 * i + h][j][1]);
-        }
-      } else {
-#pragma unroll
-        for (int j = 0; j < Tile::kQueryTiles; ++j)
-          ptx::mma_m16n8k16<T>(parts[i % 2][j], m, queries[i][j][0], queries[i][j][1]);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < Tile::kQueryTiles; ++j)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) scores[j][c] = parts[0][j][c] + parts[1][j][c];
-  }
+  // ---- Weights ----------------------------------------------------------------------------------
 
-  /// sums += the same keys' values times weights.
-  __device__ __forceinline__ void multiply_values(
-      const char* tile, int row, const std::uint32_t (&weights)[Tile::kQueryTiles][2]) {
-    const char* from = tile + row * Tile::kPartBytes;
+  /// The scales of this thread's values (quantised).
+  using ValueScales = float[kSteps][2];
+  __device__ __forceinline__ void load_value_scales(const Item& item, int stage, int n,
+                                                    ValueScales& scales) const {
     if constexpr (Tile::kQuantised) {
 #pragma unroll
-      for (int i = 0; i < Tile::kSums / 2; ++i) {
-        std::uint32_t m[4];
-        ptx::ldmatrix_transposed(m, from + swizzled<Tile>(lane() % 16, 2 * i + lane() / 16));
+      for (int s = 0; s < kSteps; ++s)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          std::uint32_t first[2], second[2];
-          device::expand_halves<Tile::kCache, true>(m[2 * h], first);
-          device::expand_halves<Tile::kCache, true>(m[2 * h + 1], second);
-          const std::uint32_t a[4] = {first[0], first[1], second[0], second[1]};
-#pragma unroll
-          for (int j = 0; j < Tile::kQueryTiles; ++j)
-            ptx::mma_m16n8k16<T>(sums[2 * i + h][j], a, weights[j][0], weights[j][1]);
+          const int i = row_of_step(s) + g + 8 * h;
+          scales[s][h] = scale_of(shared.scales[stage][i], p.v_scale, p.stride_vs_row,
+                                  p.stride_vs_head, item, n + i);
         }
+    }
+  }
+
+  __device__ __forceinline__ static int largest_exponent(const ValueScales& scales) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) largest = fmaxf(largest, fmaxf(scales[s][0], scales[s][1]));
+    return exponent_of(largest);
+  }
+
+  /// Whether some weight would leave the range of its type.
+  __device__ __forceinline__ bool is_exceeded(const Scores& scores,
+                                              const ValueScales& scales) const {
+    bool exceeded = false;
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s)
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j) exceeded |= softmax[j].is_exceeded(scores[s][j]);
+    // 2^(8 + 1 + 4) is still far from fp16's largest.
+    if constexpr (Tile::kQuantised) exceeded |= largest_exponent(scales) > value_exponent + 4;
+    return exceeded;
+  }
+
+  /// Stores the weights of this warp's keys; their sums so far are added to `totals`.
+  __device__ __forceinline__ void store_weights(const Scores& scores, const ValueScales& scales,
+                                                int buffer, float (&totals)[kTiles][2]) {
+    const float factor = power_of_two(254 - value_exponent);
+#pragma unroll
+    for (int s = 0; s < kSteps; ++s) {
+      float unit[2] = {1.0f, 1.0f};
+      if constexpr (Tile::kQuantised) {
+        unit[0] = scales[s][0] * factor;
+        unit[1] = scales[s][1] * factor;
       }
-    } else {
 #pragma unroll
-      for (int i = 0; i < Tile::kSums; ++i) {
-        std::uint32_t m[4];
-        ptx::ldmatrix_transposed(
-            m, from + swizzled<Tile>(lane() / 16 * 8 + lane() % 8, 2 * i + lane() / 8 % 2));
+      for (int j = 0; j < kTiles; ++j) {
+        float weights[4];
+        softmax[j].weigh(scores[s][j], weights, totals[j]);
+        std::uint32_t pairs[2];
 #pragma unroll
-        for (int j = 0; j < Tile::kQueryTiles; ++j)
-          ptx::mma_m16n8k16<T>(sums[i][j], m, weights[j][0], weights[j][1]);
+        for (int h = 0; h < 2; ++h)
+          pairs[h] =
+              attention_tile::pack<T>(weights[2 * h] * unit[h], weights[2 * h + 1] * unit[h]);
+        ptx::stmatrix_transposed(
+            &shared.weights[buffer][8 * j + lane % 8][row_of_step(s) + lane / 8 % 2 * 8], pairs);
       }
     }
   }
 
-  /// Products become scores in units of log2, -inf where hidden. n0: the first key.
-  __device__ __forceinline__ void finish_scores(const Item& item, int n0,
-                                                const float (&key_scale)[2],
-                                                float (&scores)[Tile::kQueryTiles][4]) const {
-    const bool caps = p.softcap > 0.0f;
-    const float unit = caps ? p.scale : p.scale * device::kLog2E;
+  /// Raises the bases to what the tile's scores ask for, together with the other warps.
+  __device__ __forceinline__ void raise(const Scores& scores, const ValueScales& scales) {
 #pragma unroll
-    for (int j = 0; j < Tile::kQueryTiles; ++j)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        if (Tile::kQuantised) scores[j][c] *= key_scale[c / 2] * query_unit[j][c % 2];
-        scores[j][c] *= unit;
-      }
-    if (caps) {
-#pragma unroll
-      for (int j = 0; j < Tile::kQueryTiles; ++j)
-#pragma unroll
-        for (float& score : scores[j]) score = device::capped(score, p.softcap) * device::kLog2E;
-    }
-    if (n0 >= whole.begin && n0 + kStep <= whole.end) return;
-#pragma unroll
-    for (int j = 0; j < Tile::kQueryTiles; ++j)
+    for (int j = 0; j < kTiles; ++j)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const int row = min(first_row + 8 * j + lane() % 4 * 2 + c, rows - 1);
-        const config::KeyRange sees =
-            config::visible_keys(p, item.work.sequence, item.work.query(row));
+        float largest = scores[0][j][c];
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int n = n0 + lane() / 4 + 8 * h;
-          if (n < sees.begin || n >= min(sees.end, live.end))
-            scores[j][2 * h + c] = device::kMinusInfinity;
-        }
+        for (int s = 0; s < kSteps; ++s)
+          largest = fmaxf(largest, fmaxf(scores[s][j][c], scores[s][j][c + 2]));
+        largest = device::column_reduce<device::MaxOrNaN>(largest);
+        if (g == 0) shared.largest[warp][8 * j + 2 * t + c] = largest;
       }
-  }
-
-  /// Values of slots outside the sequence may be NaN, and 0 * NaN must not reach the sums.
-  __device__ __forceinline__ void clear_unused_values(char* tile, int row, int n0) const {
-    if (n0 >= live.begin && n0 + kStep <= live.end) return;
-    constexpr int kChunks = Tile::kRowBytes / 16;
-    for (int i = lane(); i < kStep * kChunks; i += device::kWarpSize) {
-      const int n = n0 + i / kChunks;
-      if (n >= live.begin && n < live.end) continue;
-      *reinterpret_cast<uint4*>(tile + swizzled<Tile>(row + i / kChunks, i % kChunks)) = uint4{};
+    if constexpr (Tile::kQuantised) {
+      const int exponent = device::warp_max(largest_exponent(scales));
+      if (lane == 0) shared.exponents[warp] = exponent;
     }
-    ptx::fence_async_shared();
-    __syncwarp();  // the zeros are there
-  }
-
-  /// The scales of this thread's two keys; 0 outside the live keys.
-  __device__ __forceinline__ void load_scales(const std::uint32_t* words, const void* scales,
-                                              std::int64_t stride_row, std::int64_t stride_head,
-                                              const Item& item, int row, int n0,
-                                              float (&scale)[2]) const {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int i = row + lane() / 4 + 8 * h, n = n0 + lane() / 4 + 8 * h;
-      // Rows of a block begin at an even element, so the key's number tells the half of its word.
-      const std::uint64_t element = reinterpret_cast<std::uintptr_t>(scales) / 2 + n * stride_row +
-                                    item.work.kv_head * stride_head;
-      const std::uint32_t bits = element % 2 == 0 ? words[i] << 16 : words[i] & 0xffff0000u;
-      scale[h] = n >= live.begin && n < live.end ? __uint_as_float(bits) : 0.0f;
-    }
-  }
-
-  /// Multiplies the sums with what the softmax and the values' unit ask for.
-  __device__ __forceinline__ void raise(const float (&scores)[Tile::kQueryTiles][4],
-                                        int exponent) {
+    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // the warps' largest are there
     float shift = 1.0f;
     if constexpr (Tile::kQuantised) {
-      const int raised = min(max(value_exponent, device::warp_max(exponent)), 253);
+      int raised = value_exponent;
+      for (int w = 0; w < kWarps; ++w) raised = max(raised, shared.exponents[w]);
+      raised = min(raised, 253);
       shift = exp2f(static_cast<float>(value_exponent - raised));
       value_exponent = raised;
     }
 #pragma unroll
-    for (int j = 0; j < Tile::kQueryTiles; ++j) {
-      float keep[2];
-      softmax[j].raise(scores[j], keep);
+    for (int j = 0; j < kTiles; ++j) {
+      float largest[2], keep[2];
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        largest[c] = device::kMinusInfinity;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w)
+          largest[c] = ptx::max_nan(largest[c], shared.largest[w][8 * j + 2 * t + c]);
+      }
+      softmax[j].raise(largest, keep);
 #pragma unroll
       for (int i = 0; i < Tile::kSums; ++i)
 #pragma unroll
@@ -278,52 +153,171 @@ struct WarpState {
     }
   }
 
-  /// One step: the 16 keys from n0 on, which are rows `row` and following of the stage.
-  __device__ __forceinline__ void step(const Item& item, int stage, int row, int n0) {
-    Stage& tiles = shared.stages[stage];
-    float scores[Tile::kQueryTiles][4], key_scale[2] = {}, value_scale[2] = {};
-    if constexpr (Tile::kQuantised) {
-      const auto& scales = shared.scales[stage];
-      load_scales(scales.k, p.k_scale, p.stride_ks_row, p.stride_ks_head, item, row, n0, key_scale);
-      load_scales(scales.v, p.v_scale, p.stride_vs_row, p.stride_vs_head, item, row, n0,
-                  value_scale);
+  /// Leaves the weights of the tile whose first key is n in shared memory; all warps meet.
+  __device__ __forceinline__ void weigh(const Item& item, int stage, int n, int buffer,
+                                        const Scores& scores, bool is_first) {
+    ValueScales scales;
+    load_value_scales(item, stage, n, scales);
+    float totals[kTiles][2] = {};
+    if (!is_first) {  // bases are there already, and mostly high enough
+      store_weights(scores, scales, buffer, totals);
+      // Weights are there, and clean values; what the tile before last left is read.
+      if (!ptx::named_barrier_any(kConsumersMeet, kConsumerThreads, is_exceeded(scores, scales)))
+        return add_totals(totals);
     }
-    multiply_keys(tiles.k, row, scores);
-    finish_scores(item, n0, key_scale, scores);
-    bool exceeded = false;
+    raise(scores, scales);
+    for (auto& pair : totals) pair[0] = pair[1] = 0.0f;
+    store_weights(scores, scales, buffer, totals);
+    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // weights are there
+    add_totals(totals);
+  }
+
+  __device__ __forceinline__ void add_totals(const float (&totals)[kTiles][2]) {
 #pragma unroll
-    for (int j = 0; j < Tile::kQueryTiles; ++j) exceeded |= softmax[j].is_exceeded(scores[j]);
-    int exponent = 0;
-    if constexpr (Tile::kQuantised) {
-      exponent = max(exponent_of(value_scale[0]), exponent_of(value_scale[1]));
-      exceeded |= exponent > value_exponent + 4;  // 2^(8 + 1 + 4) is still far from fp16's largest
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) softmax[j].sum[c] += totals[j][c];
+  }
+
+  // ---- Leaves -----------------------------------------------------------------------------------
+
+  /// The warps' totals of a leaf become one; all warps meet.
+  __device__ __forceinline__ void join_totals(float (&totals)[kWarps][Tile::kRows]) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      softmax[j].join_column();
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (g == 0) totals[warp][8 * j + 2 * t + c] = softmax[j].sum[c];
     }
-    if (device::any_lane(exceeded)) raise(scores, exponent);
-    const float factor = __uint_as_float((254 - value_exponent) << 23);
-    std::uint32_t weights[Tile::kQueryTiles][2];
+    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // the warps' totals are there
 #pragma unroll
-    for (int j = 0; j < Tile::kQueryTiles; ++j) {
-      softmax[j].weigh(scores[j]);
+    for (int j = 0; j < kTiles; ++j)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float unit = Tile::kQuantised ? value_scale[h] * factor : 1.0f;
-        weights[j][h] = ptx::transpose_matrix(
-            attention_tile::pack<T>(scores[j][2 * h] * unit, scores[j][2 * h + 1] * unit));
+      for (int c = 0; c < 2; ++c) {
+        softmax[j].sum[c] = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kWarps; ++w) softmax[j].sum[c] += totals[w][8 * j + 2 * t + c];
+      }
+  }
+
+  /// What was gathered becomes that and the part before it.
+  __device__ __forceinline__ void join(const Part& before) {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      const device::JoinedBase even(before.base[j][0], softmax[j].base[0]);
+      const device::JoinedBase odd(before.base[j][1], softmax[j].base[1]);
+      softmax[j].base[0] = even.base, softmax[j].base[1] = odd.base;
+      softmax[j].sum[0] = even.join(before.total[j][0], softmax[j].sum[0]);
+      softmax[j].sum[1] = odd.join(before.total[j][1], softmax[j].sum[1]);
+#pragma unroll
+      for (int i = 0; i < Tile::kSums; ++i)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+          sums[i][j][c] = (c % 2 == 0 ? even : odd).join(before.sums[i][j][c], sums[i][j][c]);
+    }
+  }
+
+  /// Leaf `leaf` of the item has been gathered: it joins the parts of its own size, or, if it is
+  /// the last, all that wait.
+  __device__ __forceinline__ void end_leaf(int leaf, bool is_last, Parts& parts,
+                                           float (&totals)[kWarps][Tile::kRows]) {
+    join_totals(totals);
+    if constexpr (Tile::kQuantised) {
+      const float unit = power_of_two(value_exponent);
+#pragma unroll
+      for (int i = 0; i < Tile::kSums; ++i)
+#pragma unroll
+        for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+          for (float& sum : sums[i][j]) sum *= unit;
+    }
+    if constexpr (Tile::kLevels > 0) {
+      int level = 0;
+      for (; leaf >> level != 0 && (is_last || (leaf >> level & 1) != 0); ++level)
+        if ((leaf >> level & 1) != 0) join(parts[level]);
+      if (!is_last) keep(parts[level]);
+    }
+  }
+
+  __device__ __forceinline__ void keep(Part& part) const {
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        part.base[j][c % 2] = softmax[j].base[c % 2];
+        part.total[j][c % 2] = softmax[j].sum[c % 2];
+#pragma unroll
+        for (int i = 0; i < Tile::kSums; ++i) part.sums[i][j][c] = sums[i][j][c];
+      }
+  }
+
+  // ---- Values -----------------------------------------------------------------------------------
+
+  __device__ __forceinline__ bool all_live(int n) const {
+    return n >= live.begin && n + Tile::kKeys <= live.end;
+  }
+
+  /// Values of slots outside the sequence may be NaN, and 0 * NaN must not reach sums. Each warp
+  /// clears its share of the tile whose first key is n.
+  __device__ __forceinline__ void clear_unused_values(int stage, int n) {
+    constexpr int kChunks = Tile::kRowBytes / 16, kTogether = kConsumerThreads / kChunks;
+    const int first = static_cast<int>(threadIdx.x) / kChunks, chunk = threadIdx.x % kChunks;
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys; i += kTogether) {
+      const int key = n + first + i;
+      if (key < live.begin || key >= live.end)
+        *reinterpret_cast<uint4*>(shared.stages[stage] + swizzled<Tile>(first + i, chunk)) =
+            uint4{};
+    }
+    ptx::fence_async_shared();
+  }
+
+  /// sums += this warp's columns of the tile's values times their weights.
+  __device__ __forceinline__ void add_values(int stage, int buffer) {
+    const char* tile = shared.stages[stage];
+    const int chunk = warp * (Tile::kRowBytes / kWarps / 16), matrix = lane / 8;
+    // Four matrices of 8 keys of 8-bit values are two MMAs: of two runs of 16 columns, or of keys.
+    constexpr bool kTwoKeys = Tile::kQuantised && Tile::kSums == 1;
+#pragma unroll
+    for (int pair = 0; pair < Tile::kKeys / (2 * kStep); ++pair) {  // of runs of 16 keys
+      std::uint32_t weights[kTiles][4];
+#pragma unroll
+      for (int j = 0; j < kTiles; ++j)
+        ptx::ldmatrix(weights[j],
+                      &shared.weights[buffer][8 * j + lane % 8][2 * kStep * pair + 8 * matrix]);
+#pragma unroll
+      for (int s = 0; s < (kTwoKeys ? 1 : 2); ++s) {
+        const char* from = tile + (2 * pair + s) * kStep * Tile::kPartBytes;
+#pragma unroll
+        for (int i = 0; i < Tile::kSums; i += Tile::kQuantised ? 2 : 1) {
+          std::uint32_t m[4];
+          if constexpr (Tile::kQuantised) {
+            const int row = lane % 16 + (kTwoKeys ? matrix / 2 * kStep : 0);
+            ptx::ldmatrix_transposed(
+                m, from + swizzled<Tile>(row, chunk + i + (kTwoKeys ? 0 : matrix / 2)));
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+              std::uint32_t first[2], second[2];
+              device::expand_halves<Tile::kCache, true>(m[2 * h], first);
+              device::expand_halves<Tile::kCache, true>(m[2 * h + 1], second);
+              const std::uint32_t a[4] = {first[0], first[1], second[0], second[1]};
+              const int step = kTwoKeys ? h : s, sum = kTwoKeys ? 0 : i + h;
+#pragma unroll
+              for (int j = 0; j < kTiles; ++j)
+                ptx::mma_m16n8k16<T>(sums[sum][j], a, weights[j][2 * step],
+                                     weights[j][2 * step + 1]);
+            }
+          } else {
+            ptx::ldmatrix_transposed(m, from + swizzled<Tile>(matrix / 2 * 8 + lane % 8,
+                                                              chunk + 2 * i + matrix % 2));
+#pragma unroll
+            for (int j = 0; j < kTiles; ++j)
+              ptx::mma_m16n8k16<T>(sums[i][j], m, weights[j][2 * s], weights[j][2 * s + 1]);
+          }
+        }
       }
     }
-    clear_unused_values(tiles.v, row, n0);
-    multiply_values(tiles.v, row, weights);
-  }
-
-  __device__ static int exponent_of(float x) {
-    return static_cast<int>(__float_as_uint(x) >> 23) & 0xff;
-  }
-
-  /// This warp's share of a stage whose first key is n; the steps go round the groups of keys.
-  __device__ __forceinline__ void walk(const Item& item, int stage, int n) {
-    const int end = min(n + Tile::kKeys, item.keys.end), turns = kWarps / groups;
-    const int turn = (warp() / groups - (n - item.keys.begin) / kStep) & (turns - 1);
-    for (int n0 = n + turn * kStep; n0 < end; n0 += turns * kStep) step(item, stage, n0 - n, n0);
   }
 };
 

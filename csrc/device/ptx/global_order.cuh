@@ -16,6 +16,9 @@ __device__ __forceinline__ unsigned count_arrival(void* counter, unsigned last) 
   return before;
 }
 
+/// Orders this thread's reads and writes before and after it, for its block.
+__device__ __forceinline__ void fence_block() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+
 /// Loads from the L2 cache what other blocks have written. In the order in which they stand: many
 /// are on their way together.
 __device__ __forceinline__ float4 load_from_l2(const float4* from) {
@@ -33,6 +36,11 @@ __device__ __forceinline__ float2 load_from_l2(const float2* from) {
 __device__ __forceinline__ float load_from_l2(const float* from) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ int load_from_l2(const int* from) {
+  int v;
+  asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(from));
   return v;
 }
 

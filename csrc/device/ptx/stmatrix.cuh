@@ -23,4 +23,11 @@ __device__ __forceinline__ void stmatrix_transposed(void* row, const std::uint32
                : "memory");
 }
 
+__device__ __forceinline__ void stmatrix_transposed(void* row, const std::uint32_t (&m)[2]) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(
+                   shared_address(row)),
+               "r"(m[0]), "r"(m[1])
+               : "memory");
+}
+
 }  // namespace ridgeline::ptx

@@ -30,6 +30,22 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+/// The same, and whether `condition` holds in any of the threads.
+__device__ __forceinline__ bool named_barrier_any(int barrier, int threads, bool condition) {
+  int any;
+  asm volatile(
+      "{\n"
+      ".reg .pred mine, all;\n"
+      "setp.ne.s32 mine, %3, 0;\n"
+      "barrier.cta.red.or.pred all, %1, %2, mine;\n"
+      "selp.s32 %0, 1, 0, all;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(barrier), "r"(threads), "r"(static_cast<int>(condition))
+      : "memory");
+  return any != 0;
+}
+
 /// Arrives at a named barrier without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int barrier, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
