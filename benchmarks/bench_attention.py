@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ from timer import Bench
 TOKENS, HIDDEN = 16384, 2048
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
 LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
-DECODE = [(1, 1024), (1, 4096), (1, 8192), (1, 32768), (8, 4096), (32, 4096), (32, 8192),
-          (128, 4096)]  # fmt: skip
+DECODE = [(1, 160), (32, 160), (128, 160), (1, 1024), (1, 4096), (1, 8192), (1, 32768), (8, 4096),
+          (32, 4096), (32, 8192), (128, 4096)]  # fmt: skip
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -96,32 +97,41 @@ def mixed_lengths(total: int) -> list[int]:
     return lengths
 
 
-class Cache:
-    """One layer's paged cache of `batch` sequences of one length, blocks in random order; all
-    sequences begin with the same `shared` blocks."""
+@dataclass(frozen=True)
+class Shape:
+    """`batch` sequences of `length` keys and `q_len` queries; all begin with the same `shared`
+    blocks."""
 
-    def __init__(
-        self,
-        device: str,
-        batch: int,
-        length: int,
-        q_len: int,
-        kv: torch.dtype,
-        block: int,
-        shared: int = 0,
-    ) -> None:
-        count = -(-length // block)
-        shape = (batch * count + 1, KV_HEADS, block, DIM)
+    batch: int
+    length: int
+    q_len: int = 1
+    kv: torch.dtype = torch.bfloat16
+    block: int = BLOCK
+    shared: int = 0
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    dim: int = DIM
+    window: int = 0
+
+
+class Cache:
+    """One layer's paged cache, blocks in random order."""
+
+    def __init__(self, device: str, shape: Shape) -> None:
+        self.device, self.shape = device, shape
+        batch, block, q_len = shape.batch, shape.block, shape.q_len
+        count = -(-shape.length // block)
+        rows = (batch * count + 1, shape.kv_heads, block, shape.dim)
         dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        kv = dtype if kv == torch.bfloat16 else kv
+        kv = dtype if shape.kv == torch.bfloat16 else shape.kv
         self.k, self.v = (
-            torch.randn(shape, device=device, dtype=dtype).to(kv).transpose(1, 2) for _ in range(2)
+            torch.randn(rows, device=device, dtype=dtype).to(kv).transpose(1, 2) for _ in range(2)
         )
         order = torch.randperm(batch * count, device=device) + 1
         self.tables = order.int().view(batch, count)
-        self.tables[:, :shared] = self.tables[0, :shared].clone()
-        self.lengths = torch.full((batch,), length, dtype=torch.int32, device=device)
-        self.q = torch.randn(batch * q_len, HEADS, DIM, device=device, dtype=dtype)
+        self.tables[:, : shape.shared] = self.tables[0, : shape.shared].clone()
+        self.lengths = torch.full((batch,), shape.length, dtype=torch.int32, device=device)
+        self.q = torch.randn(batch * q_len, shape.heads, shape.dim, device=device, dtype=dtype)
         self.cu_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
         self.scales = []
         if kv != dtype:
@@ -131,36 +141,88 @@ class Cache:
     def inputs(self) -> list[Tensor]:
         return [self.q, self.k, self.v, self.tables, self.lengths, self.cu_q, *self.scales]
 
+    def fields(self) -> dict[str, Any]:
+        shape = self.shape
+        fields = {"dtype": str(self.q.dtype).removeprefix("torch."), "B": shape.batch,
+                  "L": shape.length, "q_len": shape.q_len, "Hq": shape.heads,
+                  "Hkv": shape.kv_heads, "D": shape.dim, "block": shape.block,
+                  "kv_dtype": str(self.k.dtype).removeprefix("torch.")}  # fmt: skip
+        return {**fields, "window": shape.window} if shape.window else fields
 
-def paged(
-    bench: Bench, batch: int, length: int, q_len: int, kv: torch.dtype, block: int = BLOCK
-) -> None:
+
+# What the decode kernel meets beside 32/8 heads of 128 in blocks of 64: MHA, more and fewer rows a
+# KV head, other heads and blocks, a window; then a prompt, whole and in small blocks, and a draft.
+SHAPES = [
+    Shape(32, 4096, kv_heads=32),
+    Shape(32, 4096, heads=64),
+    Shape(32, 4096, heads=40),
+    Shape(32, 4096, kv_heads=1),
+    Shape(32, 4096, dim=64),
+    Shape(32, 4096, dim=256),
+    Shape(32, 4096, block=16),
+    Shape(32, 4096, block=128),
+    Shape(32, 4096, window=1024),
+    Shape(1, 4096, 4096),
+    Shape(1, 4096, 4096, block=16),
+    Shape(8, 4096, 5),
+]
+
+
+def counters_for(sample: Cache) -> Tensor:
+    pairs = sample.shape.batch * sample.shape.kv_heads
+    return torch.zeros(pairs + 2, dtype=torch.int32, device=sample.device)
+
+
+def paged(bench: Bench, shape: Shape) -> None:
+    window = shape.window or None
+
     def call(
         q: Tensor, k: Tensor, v: Tensor, tables: Tensor, lengths: Tensor, cu_q: Tensor,
         k_scale: Tensor | None = None, v_scale: Tensor | None = None,
     ) -> Any:  # fmt: skip
-        offsets = None if q_len == 1 else cu_q
+        offsets = None if shape.q_len == 1 else cu_q
         return ops.paged_attention(
-            q, k, v, tables, lengths, offsets, max_q=q_len, k_scale=k_scale, v_scale=v_scale,
-            counters=counters,
+            q, k, v, tables, lengths, offsets, max_q=shape.q_len, k_scale=k_scale, v_scale=v_scale,
+            window=window, counters=counters,
         )  # fmt: skip
 
-    counters = torch.zeros(batch * KV_HEADS + 2, dtype=torch.int32, device=bench.device)
-
-    sample = Cache(bench.device, batch, length, q_len, kv, block)
+    sample = Cache(bench.device, shape)
+    counters = counters_for(sample)
     cost = op_cost(
         "paged_attention", sample.q, sample.k, sample.v, sample.tables, sample.lengths,
-        sample.cu_q, k_scale=sample.scales[0] if sample.scales else None,
+        sample.cu_q, k_scale=sample.scales[0] if sample.scales else None, window=window,
     )  # fmt: skip
-    fields = {"dtype": str(sample.q.dtype).removeprefix("torch."), "B": batch, "L": length,
-              "q_len": q_len, "Hq": HEADS, "Hkv": KV_HEADS, "D": DIM, "block": block,
-              "kv_dtype": str(sample.k.dtype).removeprefix("torch.")}  # fmt: skip
     bench.measure(
-        op="paged_attention", impl="ridgeline", call=call, cost=cost, fields=fields,
-        make=lambda: Cache(bench.device, batch, length, q_len, kv, block).inputs(), reads_only=True,
+        op="paged_attention", impl="ridgeline", call=call, cost=cost, fields=sample.fields(),
+        make=lambda: Cache(bench.device, shape).inputs(), reads_only=True,
     )  # fmt: skip
-    if q_len == 1 and not sample.scales:
-        contiguous_decode(bench, batch, length, cost, fields)
+    if shape == Shape(shape.batch, shape.length):
+        contiguous_decode(bench, shape.batch, shape.length, cost, sample.fields())
+
+
+def mixed_call(bench: Bench, chunks: int, decodes: int) -> None:
+    """Chunks of 2048 queries and decodes, all at 4096 keys, in one call, and each alone."""
+    for parts in ([2048] * chunks + [1] * decodes, [2048] * chunks, [1] * decodes):
+        mixed_parts(bench, parts)
+
+
+def mixed_parts(bench: Bench, parts: list[int]) -> None:
+    shape = Shape(len(parts), 4096)
+
+    def make() -> list[Tensor]:
+        cache = Cache(bench.device, shape)
+        q = torch.randn(sum(parts), HEADS, DIM, device=bench.device, dtype=cache.q.dtype)
+        cu_q = torch.tensor([0, *parts], device=bench.device).cumsum(0).int()
+        return [q, *cache.inputs()[1:5], cu_q]
+
+    sample = Cache(bench.device, shape)
+    counters = counters_for(sample)
+    bench.measure(
+        op="paged_attention", impl="ridgeline", make=make, reads_only=True,
+        call=lambda *inputs: ops.paged_attention(*inputs, max_q=max(parts), counters=counters),
+        cost=op_cost("paged_attention", *make()),
+        fields={**sample.fields(), "chunks": parts.count(2048), "decodes": parts.count(1)},
+    )  # fmt: skip
 
 
 def contiguous_decode(
@@ -185,13 +247,11 @@ def prefix(bench: Bench, batch: int, common: int, own: int) -> None:
     shared = common // BLOCK
 
     def cache() -> Cache:
-        return Cache(bench.device, batch, common + own, 1, torch.bfloat16, BLOCK, shared)
+        return Cache(bench.device, Shape(batch, common + own, shared=shared))
 
     sample = cache()
-    fields = {"dtype": str(sample.q.dtype).removeprefix("torch."), "B": batch, "L": common + own,
-              "shared": common, "q_len": 1, "Hq": HEADS, "Hkv": KV_HEADS, "D": DIM,
-              "block": BLOCK}  # fmt: skip
-    counters = torch.zeros(batch * KV_HEADS + 2, dtype=torch.int32, device=bench.device)
+    fields = {**sample.fields(), "shared": common}
+    counters = counters_for(sample)
     for impl, blocks in (("ridgeline", shared), ("ridgeline_plain", 0)):
         bench.measure(
             op="paged_attention", impl=impl, fields=fields, reads_only=True,
@@ -228,13 +288,13 @@ def main() -> None:
             for length in lengths:
                 prefill(bench, dim, length, causal)
     for batch, length in [(1, 1024)] if bench.device == "cpu" else DECODE:
-        paged(bench, batch, length, 1, torch.bfloat16)
+        paged(bench, Shape(batch, length))
         if bench.device != "cpu":
-            paged(bench, batch, length, 1, torch.float8_e4m3fn)
+            paged(bench, Shape(batch, length, kv=torch.float8_e4m3fn))
     if bench.device != "cpu":
-        for block in (BLOCK, 16):
-            paged(bench, 1, 4096, 4096, torch.bfloat16, block)
-        paged(bench, 8, 4096, 5, torch.bfloat16)
+        for shape in SHAPES:
+            paged(bench, shape)
+        mixed_call(bench, 2, 64)
         packed(bench, [4096], "one")
         packed(bench, [2048] * 16, "uniform")
         packed(bench, mixed_lengths(2 * TOKENS), "mixed")
