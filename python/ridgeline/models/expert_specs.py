@@ -81,7 +81,7 @@ GPT_OSS = Spec(
         "sliding_window": 128,
         "sliding_window_pattern": 2,
     },
-    required={"swiglu_limit": 7.0},
+    required={"swiglu_alpha": 1.702, "swiglu_limit": 7.0},
     unused=(*_ROUTER_TRAINING, "experts_per_token", "initial_context_length"),
     windows=every_nth_full,
     qkv_bias="attention_bias",
