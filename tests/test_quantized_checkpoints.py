@@ -259,6 +259,15 @@ def test_experts_in_four_bit_floats(tmp_path: Path):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
+def test_quantising_leaves_experts_as_they_are_and_says_so(tmp_path: Path):
+    tiny_model.save_model(tmp_path, "mixtral", hidden_size=128, num_local_experts=3)
+    options = LoadOptions(torch.device("cpu"), torch.float32, 64, quantization="fp8")
+    with pytest.warns(UserWarning, match="4 matrices .*no product of experts with quantised"):
+        decoder = load_decoder(ModelConfig.from_path(tmp_path), tmp_path, options)
+    layer = decoder.layers[0]
+    assert isinstance(layer.qkv, Fp8Linear) and layer.experts.up.dtype == torch.float32
+
+
 def test_symmetric_parts_join_others():
     q, scales = torch.full((2, 32), 9, dtype=torch.uint8), torch.ones(1, 2)
     plain, shifted = GroupedCodes(q, scales), GroupedCodes(q, scales, torch.full((1, 2), 5))
