@@ -3,7 +3,6 @@
 #include "common/math.h"
 #include "device/activation.cuh"
 #include "device/launch.cuh"
-#include "device/ptx/grid_dependency.cuh"
 #include "device/row.cuh"
 #include "device/vec.cuh"
 #include "kernels/activation.h"
@@ -89,13 +88,13 @@ __global__ void __launch_bounds__(kThreads) bias_act_kernel(const __grid_constan
   const Place<kWidth, kRows> place(launch);
   device::Vec<T, kWidth> x[kRows], bias;
 
-  ptx::launch_dependents();
+  device::start_dependents();
   const auto load_bias = [&] {
     if (place.inside)
       bias = device::load_vec<kWidth>(static_cast<const T*>(params.bias) + place.column);
   };
   if (params.weights_ready) load_bias();
-  ptx::wait_for_dependencies();
+  device::wait_then_start_dependents();
   load_column(x, place, params, 0);
   if (!params.weights_ready) load_bias();
 
@@ -121,8 +120,8 @@ __global__ void __launch_bounds__(kThreads)
   const Place<kWidth, kRows> place(launch);
   device::Vec<T, kWidth> gate[kRows], up[kRows];
 
-  ptx::launch_dependents();
-  ptx::wait_for_dependencies();
+  device::start_dependents();
+  device::wait_then_start_dependents();
   load_column(gate, place, params, 0);
   load_column(up, place, params, params.cols);
 

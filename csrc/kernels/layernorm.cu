@@ -2,8 +2,8 @@
 
 #include "device/activation.cuh"
 #include "device/launch.cuh"
-#include "device/ptx/grid_dependency.cuh"
 #include "device/row.cuh"
+#include "device/row_reduce.cuh"
 #include "device/row_weight.cuh"
 #include "kernels/norm.h"
 
@@ -14,8 +14,6 @@ using Activation = LayerNormParams::Activation;
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kMaxWarps = 512 / device::kWarpSize;
-
 // Beside a mean of up to 4 deviations E[x^2] - mean^2 is within 2^-18 of itself.
 constexpr float kLargestMean = 16.0f;  // mean^2 / variance
 
@@ -24,23 +22,20 @@ constexpr float kLargestMean = 16.0f;  // mean^2 / variance
 /// Mean and variance of the row. For 16 bits from one pass and one reduction, unless the mean is
 /// so large that it would cancel (H200, bf16 8192 x 4096 with GELU: 38.4 us with two passes, 36.5).
 template <bool kFast, class Row>
-__device__ float2 moments(Row& row, float share_of_one, float2* partial_sums,
-                          float* partial_squares) {
-  float2 share{};
-  row.visit_padded([&](int, int, const auto& piece, bool) {
-    float2 sums{};
-    for (const float v : device::floats(piece).data)
-      sums = make_float2(sums.x + v, fmaf(v, v, sums.y));
-    share = make_float2(share.x + sums.x, share.y + sums.y);
-  });
-  using Both = device::Both<device::Sum, device::Sum>;
-  const float2 sums = device::block_reduce<Both>(share, partial_sums);
+__device__ float2 moments(Row& row, float share_of_one, device::RowScratch (&scratch)[2]) {
+  const float2 sums = device::reduce_row<device::Sum, device::Sum>(
+      row, scratch[0], [](int, int, const auto& piece) {
+        float2 sums{};
+        for (const float v : device::floats(piece).data)
+          sums = make_float2(sums.x + v, fmaf(v, v, sums.y));
+        return sums;
+      });
   const float mean = sums.x * share_of_one;
   const float variance = sums.y * share_of_one - mean * mean;
   if (kFast && mean * mean <= kLargestMean * variance) return {mean, variance};
   const float squares =
-      device::sum_share(row, [mean](float v) { return (v - mean) * (v - mean); });
-  return {mean, device::block_reduce<device::Sum>(squares, partial_squares) * share_of_one};
+      device::sum_row(row, scratch[1], [mean](float v) { return (v - mean) * (v - mean); });
+  return {mean, squares * share_of_one};
 }
 
 /// (x - mean) * scale. kFast: in one instruction, whose error beside a large mean is still far
@@ -69,7 +64,7 @@ __device__ void store_row(T* y, Row& row, const Weight& weight, const Weight& bi
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
-/// Row deals it. Shared memory: three floats a warp. Beside few rows weight and bias are on their way
+/// Row deals it. Shared memory: three floats a segment. Beside few rows weight and bias are on their way
 /// together with the row; else they are read where they are used, since kept beside the row they take
 /// the registers of other blocks (H200, bf16 8192 x 4096 with GELU: 40.8 us, kept 42.8).
 ///
@@ -78,12 +73,11 @@ __device__ void store_row(T* y, Row& row, const Weight& weight, const Weight& bi
 template <class T, class Row, bool kFloatWeights, bool kHasActivation>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     layernorm_kernel(const __grid_constant__ LayerNormParams params) {
-  __shared__ float2 partial_sums[kMaxWarps];
-  __shared__ float partial_squares[kMaxWarps];
+  __shared__ device::RowScratch scratch[2];
   constexpr bool kFast = sizeof(T) == 2;
   constexpr bool kFew = Row::kPieces == 2;
 
-  ptx::launch_dependents();
+  device::start_dependents();
   const std::int64_t index = blockIdx.x;
   const float share_of_one = 1.0f / static_cast<float>(params.cols);
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
@@ -91,12 +85,12 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   device::RowWeight<T, Row, kFloatWeights, kFew> weight(row, params.weight);
   device::RowWeight<T, Row, kFloatWeights, kFew> bias(row, params.bias);
   if (params.weights_ready) weight.load(), bias.load();
-  ptx::wait_for_dependencies();
+  device::wait_then_start_dependents();
 
   row.load(x);
   if (!params.weights_ready) weight.load(), bias.load();
   device::prefetch_ahead<Row, T>(params.x, params.stride_x_row, index, params.rows, params.cols);
-  const auto [mean, variance] = moments<kFast>(row, share_of_one, partial_sums, partial_squares);
+  const auto [mean, variance] = moments<kFast>(row, share_of_one, scratch);
   const float scale = rsqrtf(variance + params.eps);
 
   T* y = static_cast<T*>(params.y) + index * params.cols;
@@ -128,7 +122,7 @@ void layernorm(const LayerNormParams& params, Stream stream) {
                                      {x_bytes, params.cols * element}),
       .lines = device::all_aligned(128, {params.x}, {x_bytes}),
       .few = rows <= device::kFewRows,
-      .full = rows > device::kFewRows && params.bias != nullptr};
+      .full = params.bias != nullptr};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     device::dispatch_row<T, false, true, true>(layout, [&](auto row_type, int threads) {

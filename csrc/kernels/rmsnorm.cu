@@ -4,19 +4,22 @@
 #include "common/quant_scale.h"
 #include "device/encode.cuh"
 #include "device/launch.cuh"
-#include "device/ptx/grid_dependency.cuh"
 #include "device/row.cuh"
+#include "device/row_reduce.cuh"
 #include "device/row_weight.cuh"
 #include "kernels/norm.h"
 
 namespace ridgeline {
 namespace {
 
-// ---- Constants ----------------------------------------------------------------------------------
-
-constexpr int kMaxWarps = 512 / device::kWarpSize;
-
 // ---- Phases -------------------------------------------------------------------------------------
+
+template <class Piece>
+__device__ float sum_of_squares(const Piece& piece) {
+  float sum = 0.0f;
+  for (const float value : device::floats(piece).data) sum = fmaf(value, value, sum);
+  return sum;
+}
 
 /// piece * scale * (weight + offset) in fp32.
 template <class T, int kWidth>
@@ -35,23 +38,20 @@ __device__ device::Vec<float, kWidth> weighted(const device::Vec<T, kWidth>& pie
 /// bf16 8192 x 8192 to e4m3: 50.6 us, weighted twice 58.1).
 template <class Row, class Weight>
 __device__ void store_codes(const RmsNormParams& params, Row& row, const Weight& weight,
-                            float share_of_one, float2* partials) {
+                            float share_of_one, device::RowScratch& scratch) {
   const std::int64_t index = blockIdx.x;
   device::Vec<float, Row::kWidth> kept[Row::kHeld ? Row::kPieces : 1];
   const auto weighted_piece = [&](int i, int column, const auto& piece) {
     return weighted(piece, weight.at(i, column), 1.0f, params.offset);
   };
-  float2 share{};
-  row.visit_padded([&](int i, int column, const auto& piece, bool) {
-    const auto values = weighted_piece(i, column, piece);
-    if constexpr (Row::kHeld) kept[i] = values;
-    float squares = 0.0f, largest = 0.0f;
-    for (const float v : device::floats(piece).data) squares = fmaf(v, v, squares);
-    for (const float v : values.data) largest = device::MaxOrNaN::combine(largest, fabsf(v));
-    share = make_float2(share.x + squares, device::MaxOrNaN::combine(share.y, largest));
-  });
-  using Both = device::Both<device::Sum, device::MaxOrNaN>;
-  const auto [squares, amax] = device::block_reduce<Both>(share, partials);
+  const auto [squares, amax] = device::reduce_row<device::Sum, device::MaxOrNaN>(
+      row, scratch, [&](int i, int column, const auto& piece) {
+        const auto values = weighted_piece(i, column, piece);
+        if constexpr (Row::kHeld) kept[i] = values;
+        float largest = 0.0f;
+        for (const float v : values.data) largest = device::MaxOrNaN::combine(largest, fabsf(v));
+        return make_float2(sum_of_squares(piece), largest);
+      });
   const float scale = rsqrtf(squares * share_of_one + params.eps);
   const float y_scale = scale_of_amax(amax * scale, params.y_dtype);
   const float factor = scale / y_scale;
@@ -81,29 +81,28 @@ __device__ void store_row(const RmsNormParams& params, T* y, Row& row, const Wei
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
-/// Row deals it. Shared memory: three floats a warp. The weight is read ahead of the wait only if the
+/// Row deals it. Shared memory: two floats a segment. The weight is read ahead of the wait only if the
 /// caller says that it is at rest; the row always after it.
 ///
-/// The weight is kept in registers beside short and full rows. Rows with a residual are not held as
-/// full ones, which took the registers of other blocks (H200, bf16 8192 x 8192: 143 us, else 133).
+/// The weight is kept in registers beside short and full rows. Many rows with a residual are not held
+/// as full ones, which took the registers of other blocks (H200, bf16 8192 x 8192: 143 us, else 133).
 ///
 /// Bytes: the row in and out (in and out twice with a residual), the weight from L2. About six
 /// instructions an element: bandwidth.
 template <class T, class Row, bool kFloatWeight, bool kHasResidual>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     rmsnorm_kernel(const __grid_constant__ RmsNormParams params) {
-  __shared__ float2 partials[kMaxWarps];
-  __shared__ float partial_sums[kMaxWarps];
+  __shared__ device::RowScratch scratch;
   constexpr bool kAhead = Row::kPieces <= 2 || Row::kFull;
 
-  ptx::launch_dependents();
+  device::start_dependents();
   const std::int64_t index = blockIdx.x;
   const float share_of_one = 1.0f / static_cast<float>(params.cols);
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
   Row row(x, params.cols);
   device::RowWeight<T, Row, kFloatWeight, kAhead> weight(row, params.weight);
   if (params.weights_ready) weight.load();
-  ptx::wait_for_dependencies();
+  device::wait_then_start_dependents();
 
   row.load(x);
   if (!params.weights_ready) weight.load();
@@ -111,11 +110,11 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   if constexpr (kHasResidual)
     row.add_into(static_cast<T*>(params.residual) + index * params.stride_residual_row);
   if (params.y_scale != nullptr)
-    return store_codes(params, row, weight, share_of_one, partials);
-  const float share = device::sum_share(row, [](float v) { return v * v; });
-  const float squares = device::block_reduce<device::Sum>(share, partial_sums);
-  T* y = static_cast<T*>(params.y) + index * params.cols;
-  store_row(params, y, row, weight, rsqrtf(squares * share_of_one + params.eps));
+    return store_codes(params, row, weight, share_of_one, scratch);
+  const float squares = device::reduce_row<device::Sum>(
+      row, scratch, [](int, int, const auto& piece) { return sum_of_squares(piece); });
+  const float scale = rsqrtf(squares * share_of_one + params.eps);
+  store_row(params, static_cast<T*>(params.y) + index * params.cols, row, weight, scale);
 }
 
 }  // namespace
@@ -136,16 +135,15 @@ void rmsnorm(const RmsNormParams& params, Stream stream) {
                                  .vectors = vectors,
                                  .lines = device::all_aligned(128, {params.x}, {x_bytes}),
                                  .few = rows <= device::kFewRows,
-                                 .full = rows > device::kFewRows && params.residual == nullptr};
+                                 .full = rows <= device::kFewRows || params.residual == nullptr};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     device::dispatch_row<T, false, true, true>(layout, [&](auto row_type, int threads) {
       using Row = typename decltype(row_type)::type;
       dispatch_bool(params.residual != nullptr, [&](auto has_residual) {
-        constexpr bool kHasResidual = has_residual() && !Row::kFull;  // full rows have none
         dispatch_bool(params.weight_dtype == DType::kFloat32, [&](auto is_float) {
           constexpr bool kFloatWeight = is_float() || sizeof(T) == sizeof(float);
-          device::launch_chained<rmsnorm_kernel<T, Row, kFloatWeight, kHasResidual>>(
+          device::launch_chained<rmsnorm_kernel<T, Row, kFloatWeight, has_residual()>>(
               dim3(rows), dim3(threads), 0, stream, params, "rmsnorm");
         });
       });

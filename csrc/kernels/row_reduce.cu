@@ -1,9 +1,9 @@
 #include <cstdint>
 
-#include "device/activation.cuh"
 #include "device/launch.cuh"
-#include "device/ptx/grid_dependency.cuh"
 #include "device/row.cuh"
+#include "device/row_reduce.cuh"
+#include "device/row_softmax.cuh"
 #include "kernels/reduction.h"
 
 namespace ridgeline {
@@ -16,12 +16,6 @@ using Op = RowReduceParams::Op;
 constexpr int kMaxWarps = 512 / device::kWarpSize;
 
 // ---- Phases -------------------------------------------------------------------------------------
-
-/// The sum of fn(x) over the row.
-template <class Row, class Fn>
-__device__ float row_sum(Row& row, float* scratch, Fn fn) {
-  return device::block_reduce<device::Sum>(device::sum_share(row, fn), scratch);
-}
 
 /// The largest of sign * x over a piece, or NaN.
 template <class Piece>
@@ -67,45 +61,55 @@ __device__ int row_argmax(Row& row, const T* x, float* maxima, int* columns) {
   return device::block_reduce<device::MinIndex>(first, columns);
 }
 
-template <bool kFast, class Row>
-__device__ float log_sum_exp(Row& row, float* maxima, float* sums) {
-  const float best = row_max(row, maxima, 1.0f);
-  const float shift = isinf(best) ? 0.0f : best;  // an infinity is not subtracted from itself
-  return shift + logf(row_sum(row, sums, [&](float v) { return device::exp<kFast>(v - shift); }));
+template <bool kFast>
+__device__ float log_sum_exp(device::RowWeights weights) {
+  if (isinf(weights.largest)) return weights.largest;
+  return weights.largest * (1.0f / device::Weigh<kFast>::kUnit) + logf(weights.sum);
 }
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
 /// Row deals it. Shared memory: three words a warp. Bytes: the row in: bandwidth.
-template <class T, class Row>
+template <class T, class Row, bool kLogSumExp>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     row_reduce_kernel(const __grid_constant__ RowReduceParams params) {
-  __shared__ float maxima[kMaxWarps], sums[kMaxWarps];
+  __shared__ device::RowScratch scratch;
+  __shared__ device::RowWeights filed[kMaxWarps];
+  __shared__ float maxima[kMaxWarps];
   __shared__ int columns[kMaxWarps];
   const std::int64_t index = blockIdx.x;
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
 
-  ptx::launch_dependents();
-  ptx::wait_for_dependencies();
+  device::start_dependents();
+  device::wait_then_start_dependents();
   Row row(x, params.cols);
   row.load(x);
 
+  const auto store = [&](float result) {
+    if (threadIdx.x == 0) static_cast<T*>(params.y)[index] = device::from_float<T>(result);
+  };
+  if constexpr (kLogSumExp) {
+    constexpr bool kFast = sizeof(T) == 2;
+    device::file_weights<kFast>(row, filed);
+    if (device::warp_index() == 0)  // the others make room
+      store(log_sum_exp<kFast>(device::joined_weights<kFast>(filed)));
+    return;
+  }
   const auto itself = [](float v) { return v; };
-  float result = 0.0f;
   switch (params.op) {
-    case Op::kSum: result = row_sum(row, sums, itself); break;
-    case Op::kMean: result = row_sum(row, sums, itself) / static_cast<float>(params.cols); break;
-    case Op::kMax: result = row_max(row, maxima, 1.0f); break;
-    case Op::kMin: result = -row_max(row, maxima, -1.0f); break;
-    case Op::kLogSumExp: result = log_sum_exp<sizeof(T) == 2>(row, maxima, sums); break;
+    case Op::kSum: return store(device::sum_row(row, scratch, itself));
+    case Op::kMean:
+      return store(device::sum_row(row, scratch, itself) / static_cast<float>(params.cols));
+    case Op::kMax: return store(row_max(row, maxima, 1.0f));
+    case Op::kMin: return store(-row_max(row, maxima, -1.0f));
     case Op::kArgmax: {
       const int column = row_argmax(row, x, maxima, columns);
       if (threadIdx.x == 0) static_cast<std::int64_t*>(params.y)[index] = column;
       return;
     }
+    case Op::kLogSumExp: return;
   }
-  if (threadIdx.x == 0) static_cast<T*>(params.y)[index] = device::from_float<T>(result);
 }
 
 }  // namespace
@@ -121,13 +125,17 @@ void row_reduce(const RowReduceParams& params, Stream stream) {
       .cols = params.cols,
       .vectors = device::all_aligned(16, {params.x}, {x_bytes, params.cols * element}),
       .lines = device::all_aligned(128, {params.x}, {x_bytes}),
-      .few = rows <= device::kFewRows};
+      .few = rows <= device::kFewRows,
+      .full = true};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    device::dispatch_row<T, true, true>(layout, [&](auto row_type, int threads) {
-      using Row = typename decltype(row_type)::type;
-      device::launch_chained<row_reduce_kernel<T, Row>>(dim3(rows), dim3(threads), 0, stream,
-                                                        params, "row_reduce");
+    dispatch_bool(params.op == Op::kLogSumExp, [&](auto is_log_sum_exp) {
+      // A row's log-sum-exp depends on how it is dealt out: few rows are dealt out as many are.
+      device::dispatch_row<T, true, !is_log_sum_exp(), true>(layout, [&](auto row_type, int threads) {
+        using Row = typename decltype(row_type)::type;
+        device::launch_chained<row_reduce_kernel<T, Row, is_log_sum_exp()>>(
+            dim3(rows), dim3(threads), 0, stream, params, "row_reduce");
+      });
     });
   });
 }

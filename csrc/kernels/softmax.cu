@@ -1,9 +1,8 @@
 #include <cstdint>
 
-#include "device/activation.cuh"
 #include "device/launch.cuh"
-#include "device/ptx/grid_dependency.cuh"
 #include "device/row.cuh"
+#include "device/row_softmax.cuh"
 #include "kernels/reduction.h"
 
 namespace ridgeline {
@@ -22,33 +21,27 @@ constexpr int kMaxWarps = 512 / device::kWarpSize;
 template <class T, class Row>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     softmax_kernel(const __grid_constant__ SoftmaxParams params) {
-  __shared__ float maxima[kMaxWarps], sums[kMaxWarps];
+  __shared__ device::RowWeights filed[kMaxWarps];
   constexpr bool kFast = sizeof(T) == 2;
   const std::int64_t index = blockIdx.x;
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
 
-  ptx::launch_dependents();
-  ptx::wait_for_dependencies();
+  device::start_dependents();
+  device::wait_then_start_dependents();
   Row row(x, params.cols);
   row.load(x);
 
-  float best = device::MaxOrNaN::identity();
-  row.visit([&](int, int, const auto& piece) {
-    for (const float value : device::floats(piece).data)
-      best = device::MaxOrNaN::combine(best, value);
-  });
-  best = device::block_reduce<device::MaxOrNaN>(best, maxima);
-
-  const float sum =
-      device::sum_share(row, [best](float v) { return device::exp<kFast>(v - best); });
-  const float inverse = 1.0f / device::block_reduce<device::Sum>(sum, sums);
+  device::file_weights<kFast>(row, filed);
+  const auto [largest, sum] = device::joined_weights<kFast>(filed);
+  const float inverse = 1.0f / sum;
 
   T* y = static_cast<T*>(params.y) + index * params.cols;
-  row.visit([&](int, int column, const auto& piece) {
+  row.visit_padded([&](int, int column, const auto& piece, bool inside) {
     auto values = device::floats(piece);
 #pragma unroll
-    for (float& value : values.data) value = device::exp<kFast>(value - best) * inverse;
-    device::store(y + column, device::rounded<T>(values));
+    for (float& value : values.data)
+      value = device::Weigh<kFast>::of(value, largest) * inverse;
+    device::store_inside(y + column, device::rounded<T>(values), inside);
   });
 }
 
@@ -64,10 +57,11 @@ void softmax(const SoftmaxParams& params, Stream stream) {
   const device::RowLayout layout{
       .cols = params.cols,
       .vectors = device::all_aligned(16, {params.x, params.y}, {x_bytes, params.cols * element}),
-      .lines = device::all_aligned(128, {params.x}, {x_bytes})};
+      .lines = device::all_aligned(128, {params.x}, {x_bytes}),
+      .full = true};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    device::dispatch_row<T, true>(layout, [&](auto row_type, int threads) {
+    device::dispatch_row<T, true, false, true>(layout, [&](auto row_type, int threads) {
       using Row = typename decltype(row_type)::type;
       device::launch_chained<softmax_kernel<T, Row>>(dim3(rows), dim3(threads), 0, stream, params,
                                                      "softmax");
