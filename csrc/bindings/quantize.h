@@ -43,6 +43,10 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::string& gran
   const std::vector<std::int64_t> sizes = scale_sizes(x, rows, granularity);
   const Tensor q = empty_on_device_of(x, sizes_of(x), DType::kFloat8E4M3);
   const Tensor scale = empty_on_device_of(x, sizes, DType::kFloat32);
+  const bool has_partials =
+      Backend::kIsCuda && granularity == QuantizeParams::Granularity::kTensor;
+  const Tensor partials = empty_on_device_of(
+      x, {has_partials ? QuantizeParams::kPartials : 0}, DType::kFloat32);
   const QuantizeParams params{.dtype = dtype_of(x, "x"),
                               .granularity = granularity,
                               .rows = rows.count,
@@ -50,7 +54,8 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::string& gran
                               .x = x.data_ptr(),
                               .stride_x_row = rows.stride,
                               .q = q.data_ptr(),
-                              .scale = static_cast<float*>(scale.data_ptr())};
+                              .scale = static_cast<float*>(scale.data_ptr()),
+                              .partials = static_cast<float*>(partials.data_ptr())};
   if constexpr (Backend::kIsCuda) {
     ridgeline::quantize_fp8(params, on.stream());
   } else {

@@ -6,11 +6,13 @@ namespace ridgeline {
 /// q = x / scale as fp8 e4m3, nearest even; scale = (largest |x| of the extent) / 448, 1 if all are
 /// zero, so value = q * scale. An infinity or NaN makes its whole extent dequantise to NaN.
 ///
-/// Roofline: reads x and writes q once, 3 bytes an element of 16 bits; "tensor" reads x twice.
+/// Roofline: reads x and writes q once, 3 bytes an element of 16 bits. "tensor" of more than
+/// 64 K elements reads x twice: no code can be written before all is read, and L2 keeps little of it.
 struct QuantizeParams {
   enum class Granularity : std::uint8_t { kTensor, kRow, kGroup, kBlock };
 
   static constexpr std::int32_t kExtent = 128;  // columns of a group; rows and columns of a block
+  static constexpr std::int32_t kPartials = 1024;
 
   DType dtype;                // of x
   Granularity granularity;
@@ -21,9 +23,10 @@ struct QuantizeParams {
   void* q;                    // [rows, cols] contiguous, fp8 e4m3
   float* scale;               // tensor [1], row [rows], group [rows, ceil(cols / 128)],
                               // block [ceil(rows / 128), ceil(cols / 128)]; contiguous
+  float* partials;            // [kPartials] for "tensor" on a GPU, of any contents; else null
 };
 
-/// Enqueues one kernel ("tensor": three) and allocates nothing.
+/// Enqueues one kernel ("tensor" of more than 64 K elements: two) and allocates nothing.
 void quantize_fp8(const QuantizeParams& params, Stream stream);
 
 namespace cpu {

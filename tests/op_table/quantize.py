@@ -79,6 +79,7 @@ MATRICES = {
     "NaN in one row": normal(3, 256).set((1, 5), math.nan),
     "infinity in one row": normal(3, 256).set((1, 200), -math.inf),
     "eight pieces a thread": normal(2, 16384),
+    "more than one cluster holds": normal(130, 4096),
 }
 
 CASES = [

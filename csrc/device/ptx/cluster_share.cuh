@@ -1,6 +1,9 @@
 #pragma once
 #include <cstdint>
 
+#include "device/ptx/address.cuh"
+#include "device/ptx/mbarrier.cuh"
+
 /// Clusters whose size the launch decides. Before compute 9.0 a block is a cluster of its own.
 /// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
 namespace ridgeline::ptx {
@@ -32,6 +35,39 @@ __device__ __forceinline__ T* in_block(T* shared, int rank) {
   return reinterpret_cast<T*>(address);
 #else
   return shared;
+#endif
+}
+
+/// Makes a barrier at which `bytes` of put_in_block are to be counted, once. One thread does it; then
+/// the cluster meets. wait_for_puts: they are here.
+__device__ __forceinline__ void expect_puts(std::uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+  mbarrier_init(barrier, 1);
+  fence_mbarrier_init();
+  mbarrier_expect(barrier, bytes);
+#endif
+}
+__device__ __forceinline__ void wait_for_puts(std::uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  mbarrier_wait(barrier, 0);
+#endif
+}
+
+/// Writes `value` to this object of block `rank` and counts its bytes at the barrier there, both when
+/// it is there: whoever waits at that barrier reads it. Requires: a launch with clusters.
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
+__device__ __forceinline__ void put_in_block(float* shared, float value, std::uint64_t* barrier,
+                                             int rank) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n"
+      ".reg .u32 there, counted;\n"
+      "mapa.shared::cluster.u32 there, %0, %3;\n"
+      "mapa.shared::cluster.u32 counted, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [there], %1, [counted];\n"
+      "}\n" ::"r"(shared_address(shared)),
+      "f"(value), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
 #endif
 }
 
