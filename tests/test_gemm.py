@@ -210,7 +210,8 @@ def plan(
         (1, {"dtype": "float32"}, "library"),
         (1, {"dtype": "float32", "invariant": True}, "simple"),
         (8, {"hopper": True}, "strips"),
-        (9, {"hopper": True}, "library"),
+        (9, {"hopper": True}, "cluster"),
+        (33, {"hopper": True}, "library"),
         (9, {"hopper": True, "library": False}, "cluster"),
         (16, {"hopper": True, "format": "int4"}, "digits"),
         (17, {"hopper": True, "format": "int4"}, "cluster"),
@@ -226,6 +227,40 @@ def plan(
 )
 def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
     assert plan(M, 4096, 4096, **options)["path"] == path  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("N", "K"), [(14336, 4096), (4096, 14336), (2048, 2048)])
+def test_dense_products_of_other_sizes_are_the_library_s(N: int, K: int) -> None:
+    assert plan(32, N, K, hopper=True)["path"] == "library"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+@pytest.mark.parametrize(("M", "N", "K"), [(9, 4096, 4096), (32, 4128, 5000), (17, 6144, 4096)])
+def test_dense_products_of_the_cluster_kernel(
+    M: int, N: int, K: int, activation: str | None
+) -> None:
+    """Fewer and all rows of a tile; rows and columns of the weight that end within one."""
+    chosen = plan(M, N, K, hopper=True, activation=activation or "none")
+    assert chosen["path"] == "cluster"
+    generator = torch.Generator("cuda").manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    def product(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+        y = torch.nn.functional.linear(x, weight, bias)
+        if activation is not None:
+            gate, up = y.chunk(2, -1)
+            y = torch.nn.functional.silu(gate) * up
+        return y + residual
+
+    inputs = normal(M, K), normal(N, K), normal(N), normal(M, N if activation is None else N // 2)
+    exact = product(*(t.double() for t in inputs))
+    x, weight, bias, residual = inputs
+    ours = ops.linear(x, weight, bias, activation=activation, residual=residual)
+    error = (ours.double() - exact).norm()
+    assert error <= 2 * (product(*inputs).double() - exact).norm()
 
 
 @pytest.mark.parametrize("format", ["dense", "int4", "fp8"])

@@ -196,6 +196,15 @@ constexpr void cut_for_tiles(const Shape& shape, Config& config) {
   }
 }
 
+/// Where the cluster kernel, chained and one launch, beats cuBLASLt's split of K, a kernel that adds
+/// its parts and their gaps. H200, bf16, 32 rows, us: 4096 x 4096 12.7 and 13.5, 4096 x 6144 16.8 and
+/// 16.6 (the kernel after it then starts 0.9 earlier), 14336 x 4096 34.8 and 33.8; 64 rows 15.4 and
+/// 13.8. Nothing smaller was measured.
+constexpr bool cluster_beats_library(const Shape& shape) {
+  const std::int64_t elements = std::int64_t{shape.N} * shape.K;
+  return shape.M <= 32 && elements >= 4096 * 4096 && elements <= 6144 * 4096;
+}
+
 constexpr Path path_of(const Shape& shape) {
   if (is_for_hopper_tiles(shape)) return shape.fp8_x ? Path::kFp8 : Path::kExpand;
   const bool dense = shape.format == WeightFormat::kDense;
@@ -203,7 +212,7 @@ constexpr Path path_of(const Shape& shape) {
   if (is_for_hopper(shape)) {
     if (is_for_strips(shape)) return Path::kStrips;
     if (is_for_digits(shape)) return Path::kDigits;
-    return may_call ? Path::kLibrary : Path::kCluster;
+    return may_call && !cluster_beats_library(shape) ? Path::kLibrary : Path::kCluster;
   }
   const bool full = shape.dtype == DType::kFloat32;
   if (full || !shape.weight_aligned) return may_call ? Path::kLibrary : Path::kSimple;
