@@ -91,8 +91,11 @@ def paged_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
     cu_q: Tensor | None = None, k_start: Tensor | None = None, k_scale: Tensor | None = None,
     v_scale: Tensor | None = None, max_q: int | None = None, return_lse: bool = True,
-    shared_blocks: int = 0, **options: Any,
+    shared_blocks: int = 0, q_scale: Tensor | None = None, **options: Any,
 ) -> Any:  # fmt: skip
+    if q_scale is not None:
+        wide = q.dtype if q.dtype == torch.float64 else torch.bfloat16
+        q = (q.to(q_scale.dtype) * q_scale[..., None]).to(wide)
     offsets = list(range(len(seq_lens) + 1)) if cu_q is None else cu_q.tolist()
     parts = []
     for b, length in enumerate(seq_lens.tolist()):

@@ -48,15 +48,16 @@ inline void set_options(AttentionParams& p, const Tensor& q, const AttentionOpti
 /// Heads and head size of q [..., Hq, D], k and v [..., Hkv, D].
 template <class Backend>
 AttentionParams heads_of(const Tensor& q, const Tensor& k, const Tensor& v, const char* k_name,
-                         const char* v_name) {
-  Expect(q, "q").float_dtype();
+                         const char* v_name, bool quantised_queries = false) {
+  if (quantised_queries) Expect(q, "q").dtype(DType::kFloat8E4M3);
+  if (!quantised_queries) Expect(q, "q").float_dtype();
   Expect(k, k_name).on_device_of(q, "q");
   Expect(v, v_name).on_device_of(q, "q").same_shape(k, k_name).dtype(dtype_of(k, k_name));
   expect_heads<Backend>(q, "q");
   expect_heads<Backend>(k, k_name);
   expect_heads<Backend>(v, v_name);
   AttentionParams p{};
-  p.dtype = dtype_of(q, "q");
+  p.dtype = quantised_queries ? DType::kBFloat16 : dtype_of(q, "q");
   p.kv_dtype = dtype_of(k, k_name);
   p.heads = checked_int32(q.size(q.dim() - 2), "q: heads");
   p.kv_heads = checked_int32(k.size(k.dim() - 2), "k: heads");
@@ -84,12 +85,12 @@ template <class Backend>
 std::tuple<Tensor, Tensor> run_attention(const Backend& on, AttentionParams& p, const Tensor& q,
                                          const std::vector<std::int64_t>& lse_sizes,
                                          const OptionalTensor& workspace) {
-  const Tensor out = empty_contiguous_like(q);
+  const Tensor out = empty_on_device_of(q, sizes_of(q), p.dtype);
   const Tensor lse = empty_on_device_of(q, lse_sizes, DType::kFloat32);
   p.out = out.data_ptr();
   p.lse = static_cast<float*>(lse.data_ptr());
   if constexpr (Backend::kIsCuda) {
-    const std::int64_t needed = attention_config::workspace_bytes(p);
+    const std::int64_t needed = attention_config::workspace_bytes(p, p.q_scale != nullptr);
     OptionalTensor space = workspace;
     if (space) {
       Expect(*space, "workspace").on_device_of(q, "q").dtype(DType::kUInt8).contiguous().aligned(16);
@@ -211,15 +212,16 @@ template <class Backend>
 std::tuple<Tensor, Tensor> paged_attention(
     const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
     const Tensor& seq_lens, const OptionalTensor& cu_q, std::int64_t max_q,
-    const OptionalTensor& k_start, const OptionalTensor& k_scale, const OptionalTensor& v_scale,
-    const OptionalTensor& sinks, bool causal, double scale, std::int64_t window, double softcap,
-    std::int64_t shared_blocks, bool batch_invariant, const OptionalTensor& workspace,
-    const OptionalTensor& counters) {
+    const OptionalTensor& k_start, const OptionalTensor& q_scale, const OptionalTensor& k_scale,
+    const OptionalTensor& v_scale, const OptionalTensor& sinks, bool causal, double scale,
+    std::int64_t window, double softcap, std::int64_t shared_blocks, bool batch_invariant,
+    const OptionalTensor& workspace, const OptionalTensor& counters) {
   const Backend on(q, "q");
   Expect(q, "q").dim(3);
   Expect(k_cache, "k_cache").dim(4);
   Expect(seq_lens, "seq_lens").dim(1);
-  AttentionParams p = heads_of<Backend>(q, k_cache, v_cache, "k_cache", "v_cache");
+  AttentionParams p =
+      heads_of<Backend>(q, k_cache, v_cache, "k_cache", "v_cache", q_scale.has_value());
   p.batch = checked_int32(seq_lens.size(0), "seq_lens: sequences");
   const std::int64_t rows = q.size(0);
   if (cu_q) {
@@ -237,6 +239,11 @@ std::tuple<Tensor, Tensor> paged_attention(
     p.stride_lse_batch = 1;
   }
   p.stride_q_head = q.stride(1);
+  if (q_scale) {
+    Expect(*q_scale, "q_scale").on_device_of(q, "q").dtype(DType::kFloat32).shape({rows, p.heads});
+    p.q_scale = static_cast<const float*>(q_scale->data_ptr());
+    p.stride_qs_row = q_scale->stride(0), p.stride_qs_head = q_scale->stride(1);
+  }
   p.stride_lse_head = rows;
   set_cache(p, q, k_cache, v_cache, block_tables, seq_lens, k_start);
   set_kv_scales(p, q, k_cache, k_scale, v_scale);

@@ -18,13 +18,13 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "-> (Tensor, Tensor)");
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, "
-      "Tensor seq_lens, Tensor? cu_q, int max_q, Tensor? k_start, Tensor? k_scale, "
-      "Tensor? v_scale, Tensor? sinks, bool causal, float scale, int window, float softcap, "
+      "Tensor seq_lens, Tensor? cu_q, int max_q, Tensor? k_start, Tensor? q_scale, "
+      "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, bool causal, float scale, int window, float softcap, "
       "int shared_blocks, bool batch_invariant, Tensor(a!)? workspace, Tensor(b!)? counters) "
       "-> (Tensor, Tensor)");
   m.def(
       "attention_workspace(int batch, int heads, int kv_heads, int head_dim, int max_q, int max_k, "
-      "int kv_bytes, int shared_keys) -> int");
+      "int kv_bytes, int shared_keys, int quantised_rows) -> int");
   m.def(
       "merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) "
       "-> (Tensor, Tensor)");
@@ -96,7 +96,8 @@ std::string build_id() { return ridgeline::kBuildId; }
 
 std::int64_t attention_workspace(std::int64_t batch, std::int64_t heads, std::int64_t kv_heads,
                                  std::int64_t head_dim, std::int64_t max_q, std::int64_t max_k,
-                                 std::int64_t kv_bytes, std::int64_t shared_keys) {
+                                 std::int64_t kv_bytes, std::int64_t shared_keys,
+                                 std::int64_t quantised_rows) {
   using ridgeline::check;
   check(kv_heads > 0 && heads % kv_heads == 0, "heads: expected a multiple of kv_heads, ", kv_heads,
         ", got ", heads);
@@ -110,9 +111,9 @@ std::int64_t attention_workspace(std::int64_t batch, std::int64_t heads, std::in
   p.head_dim = ridgeline::checked_int32(head_dim, "head_dim");
   p.max_q = ridgeline::checked_int32(max_q, "max_q");
   p.max_k = ridgeline::checked_int32(max_k, "max_k");
-  p.total_q = batch * max_q;
+  p.total_q = quantised_rows > 0 ? quantised_rows : batch * max_q;
   p.shared_keys = ridgeline::checked_int32(shared_keys, "shared_keys");
-  return ridgeline::attention_config::workspace_bytes(p);
+  return ridgeline::attention_config::workspace_bytes(p, quantised_rows > 0);
 }
 }  // namespace
 

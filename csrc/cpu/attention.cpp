@@ -89,14 +89,23 @@ class RowBlock {
   }
 
   void load_queries() {
-    const T* q = static_cast<const T*>(p_.q) + b_ * p_.stride_q_batch;
     for (std::int32_t r = 0; r < rows_; ++r) {
-      const T* row = q + (sequence_.q_begin + query(r)) * p_.stride_q_row +
-                     head(r) * p_.stride_q_head;
+      const std::int64_t token = sequence_.q_begin + query(r);
+      const std::int64_t at =
+          b_ * p_.stride_q_batch + token * p_.stride_q_row + head(r) * p_.stride_q_head;
       float* to = buffers_.q.data() + r * p_.head_dim;
       float* o = buffers_.o.data() + r * p_.head_dim;
+      if (p_.q_scale != nullptr) {
+        const auto* row = static_cast<const std::uint8_t*>(p_.q) + at;
+        const float scale = p_.q_scale[(p_.cu_q != nullptr ? token : b_) * p_.stride_qs_row +
+                                       head(r) * p_.stride_qs_head];
 #pragma omp simd
-      for (int d = 0; d < p_.head_dim; ++d) to[d] = static_cast<float>(row[d]);
+        for (int d = 0; d < p_.head_dim; ++d) to[d] = e4m3_to_float(row[d]) * scale;
+      } else {
+        const T* row = static_cast<const T*>(p_.q) + at;
+#pragma omp simd
+        for (int d = 0; d < p_.head_dim; ++d) to[d] = static_cast<float>(row[d]);
+      }
       for (int d = 0; d < p_.head_dim; ++d) o[d] = 0.0f;
       max_[r] = kMinusInfinity;
       sum_[r] = 0.0f;

@@ -146,44 +146,65 @@ __device__ __forceinline__ RowEnd quick_end_of_row(float largest, float sum, flo
 /// Rows as OnlineSoftmax has them, with exponents relative to a base that follows the largest score only
 /// when that is more than kSlack above it: most steps leave the sums alone, and weights stay below
 /// 2^kSlack, as exact in fp16 and bf16 as those below 1. A row's base moves by its own scores alone.
-struct LazySoftmax {
+/// It comes to lie kBelow under the largest: the largest weights of a row fill a narrow format's range.
+template <int kBelow>
+struct LazySoftmaxBelow {
   static constexpr float kSlack = 8.0f;
   float base[2] = {kMinusInfinity, kMinusInfinity};
   float sum[2] = {0.0f, 0.0f};  // of this thread's columns alone
 
-  /// Scores become weights. keep[] is what every earlier sum is to be multiplied with: mostly 1.
+  /// The scores of one step are seen. keep[] is what every earlier sum is to be multiplied with: mostly
+  /// 1. Scores times `unit` are in units of log2; weights times values of up to 2^above stay below
+  /// 2^kSlack.
   template <int kTiles>
-  __device__ __forceinline__ void weigh(float (&scores)[kTiles][4], float (&keep)[2], float unit) {
-    float from[2];
+  __device__ __forceinline__ void raise(const float (&scores)[kTiles][4], float (&keep)[2],
+                                        const float (&unit)[2], float above = 0.0f) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = kMinusInfinity;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i)
         largest = fmaxf(largest, fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
-      largest = warp_reduce<MaxOrNaN, kQuad>(largest * unit);
+      largest = warp_reduce<MaxOrNaN, kQuad>(largest * unit[r]) + above;
       const bool grows = largest > base[r] + kSlack;
-      keep[r] = grows ? ptx::exp2_approx(base[r] - largest) : 1.0f;
-      base[r] = grows ? largest : base[r];
-      from[r] = exponent_base(base[r]);
+      const float raised = largest - kBelow;
+      keep[r] = grows ? ptx::exp2_approx(base[r] - raised) : 1.0f;
+      base[r] = grows ? raised : base[r];
     }
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i)
-#pragma unroll
-      for (int c = 0; c < 4; ++c)
-        scores[i][c] = ptx::exp2_approx(fmaf(scores[i][c], unit, -from[c / 2]));
   }
 
-  /// Adds the weights of that step.
+  /// Scores that were seen become weights: pieces kFirst to kLast, the last not included.
+  template <int kFirst, int kLast, int kTiles>
+  __device__ __forceinline__ void weigh(float (&scores)[kTiles][4], const float (&unit)[2]) const {
+    const float from[2] = {exponent_base(base[0]), exponent_base(base[1])};
+#pragma unroll
+    for (int i = kFirst; i < kLast; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        scores[i][c] = ptx::exp2_approx(fmaf(scores[i][c], unit[c / 2], -from[c / 2]));
+  }
+
+  /// Both, for a whole step.
   template <int kTiles>
+  __device__ __forceinline__ void weigh(float (&scores)[kTiles][4], float (&keep)[2], float unit) {
+    raise(scores, keep, {unit, unit});
+    weigh<0, kTiles>(scores, {unit, unit});
+  }
+
+  /// Adds the weights of a step; in parts, only the first is given the step's keep[].
+  template <int kFirst, int kLast, int kTiles>
   __device__ __forceinline__ void add(const float (&weights)[kTiles][4], const float (&keep)[2]) {
     float totals[4] = {sum[0] * keep[0], 0.0f, sum[1] * keep[1], 0.0f};
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i)
+    for (int i = kFirst; i < kLast; ++i)
 #pragma unroll
       for (int c = 0; c < 4; ++c) totals[c] += weights[i][c];
     sum[0] = totals[0] + totals[1];
     sum[1] = totals[2] + totals[3];
+  }
+  template <int kTiles>
+  __device__ __forceinline__ void add(const float (&weights)[kTiles][4], const float (&keep)[2]) {
+    add<0, kTiles>(weights, keep);
   }
 
   /// Joins the quad's sums.
@@ -219,5 +240,7 @@ __device__ __forceinline__ RowEnd weigh_parts(float (&bases)[kParts], const floa
 
 /// The weight of a part with lse `part` (log2 units) beside the whole's base; 0 for an empty part.
 __device__ __forceinline__ float part_weight(float part, float base) { return exp2f(part - base); }
+
+using LazySoftmax = LazySoftmaxBelow<0>;
 
 }  // namespace ridgeline::device

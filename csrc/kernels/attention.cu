@@ -224,12 +224,25 @@ void common_prefix(const AttentionParams& p, Stream stream) {
   attention_launch::join_common_sm90(p, stream);
 }
 
+/// Many of them in e4m3 where the GPU multiplies it, others as bf16.
+void quantised_queries(const AttentionParams& p, Stream stream) {
+  const char* obstacle = config::is_split(p, p.max_q) ? "few queries a sequence"
+                                                      : attention_launch::prefill_fp8_obstacle(p);
+  if (obstacle != nullptr) {
+    note_general("fp8 queries rounded to bf16", [&] { return obstacle; });
+    return attention(attention_launch::expand_queries(p, false, stream), stream);
+  }
+  few_queries(attention_launch::expand_queries(p, true, stream), stream);
+  if (p.batch > 0) attention_launch::prefill_fp8_sm90(p, stream);
+}
+
 }  // namespace
 
 void attention(const AttentionParams& p, Stream stream) {
   const bool packed = p.cu_q != nullptr;
   const std::int64_t rows = packed ? p.total_q : std::int64_t{p.batch} * p.max_q;
   if (rows == 0 || p.heads == 0) return;
+  if (p.q_scale != nullptr) return quantised_queries(p, stream);
   if (p.dtype == DType::kFloat32) return attention_launch::plain(p, stream);
   if (config::reads_common(p) && attention_launch::rows_obstacle(p) == nullptr)
     return common_prefix(p, stream);

@@ -20,7 +20,7 @@ namespace ridgeline {
 /// Roofline: 4 * D flops a visible pair and query head. Prefill is bound by the tensor cores; decode
 /// reads each key and value once, 2 * Hkv * D * size_of(kv_dtype) bytes a key: bandwidth.
 struct AttentionParams {
-  DType dtype;     // of q and out
+  DType dtype;     // of out, and of q unless q_scale is given
   DType kv_dtype;  // dtype, float8_e4m3fn or int8
   std::int32_t batch;
   std::int32_t heads;     // query heads; query head h reads KV head h / (heads / kv_heads)
@@ -46,6 +46,8 @@ struct AttentionParams {
 
   const void* q;  // all strides in elements; the last dimension is contiguous
   std::int64_t stride_q_batch, stride_q_row, stride_q_head;
+  const float* q_scale;  // of packed q in float8_e4m3fn: value = q * scale, none negative; or null
+  std::int64_t stride_qs_row, stride_qs_head;
   const void* k;
   std::int64_t stride_k_batch, stride_k_row, stride_k_head;
   const void* v;

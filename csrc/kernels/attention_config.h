@@ -241,10 +241,21 @@ constexpr std::int64_t queue_offset(const AttentionParams& p) {
   return round_up(split_bytes(p), kQueueBytes);
 }
 
-constexpr std::int64_t workspace_bytes(const AttentionParams& p) {
-  if (reads_common(p)) return common_offset(p) + common_bytes(p);
-  if (p.dtype == DType::kFloat32 || is_split(p, p.max_q)) return split_bytes(p);
-  return queue_offset(p) + kQueueBytes;
+/// Behind all this: quantised queries in the dtype of out, for kernels that multiply in 16 bits.
+constexpr std::int64_t queries_offset(const AttentionParams& p) {
+  std::int64_t bytes = queue_offset(p) + kQueueBytes;
+  if (reads_common(p)) {
+    bytes = common_offset(p) + common_bytes(p);
+  } else if (p.dtype == DType::kFloat32 || is_split(p, p.max_q)) {
+    bytes = split_bytes(p);
+  }
+  return round_up(bytes, std::int64_t{16});
+}
+
+constexpr std::int64_t workspace_bytes(const AttentionParams& p, bool quantised_queries) {
+  const std::int64_t row = std::int64_t{p.heads} * p.head_dim;
+  const auto element = static_cast<std::int64_t>(size_of(p.dtype));
+  return queries_offset(p) + (quantised_queries ? tokens(p) * row * element : 0);
 }
 
 }  // namespace ridgeline::attention_config

@@ -32,6 +32,14 @@ void prefill(const AttentionParams& params, Stream stream);
 void prefill_sm90(const AttentionParams& params, Stream stream);
 const char* prefill_obstacle(const AttentionParams& params);
 
+/// The same with queries, keys, values and weights in e4m3, where prefill_fp8_obstacle() is null.
+void prefill_fp8_sm90(const AttentionParams& params, Stream stream);
+const char* prefill_fp8_obstacle(const AttentionParams& params);
+
+/// Quantised queries in bf16, in the workspace, and params that read these. `few_only`: only those of
+/// sequences of few queries.
+AttentionParams expand_queries(const AttentionParams& params, bool few_only, Stream stream);
+
 /// All sequences, on the CUDA cores in fp32.
 void plain(const AttentionParams& params, Stream stream);
 

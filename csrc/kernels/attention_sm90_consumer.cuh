@@ -48,7 +48,7 @@ struct Consumer {
   /// Lets the queries of a work go after the scores of its last tile.
   __device__ __forceinline__ void release_queries() const {
     if (now.tile == now.first_tile)
-      ptx::named_barrier_arrive(kQueriesFree + now.slot, Tile::kConsumerThreads + kProducers);
+      ptx::named_barrier_arrive(kQueriesFree + now.slot, Tile::kWorkThreads);
   }
 
   /// Waits for the next work and its queries; false: there is none.

@@ -30,7 +30,8 @@ inline device::TensorView values_of(const AttentionParams& p) {
 /// Why no kernel of wgmma and copy engine takes these queries; null: nothing is in the way.
 inline const char* obstacle_sm90(const AttentionParams& p, const device::TensorView& queries) {
   if (!device::runs_sm90a()) return "the GPU is no Hopper";
-  if (p.dtype != p.kv_dtype) return "the cache is quantised";
+  if (queries.dtype != p.kv_dtype)
+    return p.q_scale != nullptr ? "the cache is not fp8" : "the cache is quantised";
   if (!(p.scale > 0.0f && p.scale < std::numeric_limits<float>::infinity()))
     return "the scale is no positive number";
   if (!device::is_mappable(queries) || !device::is_mappable(keys_of(p)) ||

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attention_reference as reference
 import ridgeline
-from op_table import Context, Error, Lazy, OpCase, Sample, full, normal, tensor
+from op_table import Context, Error, Lazy, OpCase, Sample, full, normal, tensor, uniform
 
 BLOCK = 16
 
@@ -71,6 +71,14 @@ class PagedCase:
             return self._fill(context, values.to(torch.bfloat16)).to(context.device)
 
         return Lazy(make)
+
+    def fp8_queries(self) -> dict[str, Any]:
+        """Of the kernels that expand them: few a sequence, or for those that have no fp8 tile."""
+        rows = sum(self.q_lens or [1] * len(self.lengths))
+        return self.inputs(
+            q=normal(rows, self.heads, self.dim, scale=40, dtype=torch.float8_e4m3fn),
+            q_scale=uniform(rows, self.heads, low=0.01, high=0.05, dtype=torch.float32),
+        )
 
     def inputs(self, **options: Any) -> dict[str, Any]:
         q_lens = self.q_lens or [1] * len(self.lengths)
@@ -258,6 +266,13 @@ PAGED = OpCase(
         Sample("int8 cache, decode", **PagedCase(_EDGES, kv=torch.int8).inputs()),
         Sample("int8 cache, prefill, head size 256",
                **PagedCase([130], q_lens=[130], kv=torch.int8, dim=256).inputs()),
+        Sample("fp8 queries, decode", **PagedCase(_EDGES, kv=_FP8).fp8_queries()),
+        Sample("fp8 queries: verify, no row, a row alone",
+               **PagedCase([700, 0, 65], q_lens=[5, 0, 1], kv=_FP8, dim=128).fp8_queries()),
+        Sample("fp8 queries, prefill of heads of 192",
+               **PagedCase([130, 65], q_lens=[130, 9], kv=_FP8, dim=192).fp8_queries()),
+        Sample("fp8 queries, prefill of an int8 cache",
+               **PagedCase([130, 65], q_lens=[70, 9], kv=torch.int8).fp8_queries()),
         Sample("few rows beside many: one query, five, sixteen, none",
                **PagedCase([300, 513, 100, 0], q_lens=[1, 5, 16, 0], heads=8).inputs()),
         Sample("verify: several splits, the last with one key",
@@ -294,7 +309,12 @@ PAGED = OpCase(
         Error(r"k_cache: expected dtype float16 or float8_e4m3fn or int8, got bfloat16",
               dtype=torch.float16, **PagedCase([5], kv=torch.bfloat16).inputs()),
         Error(r"plan: expected None, got int", **PagedCase([5]).inputs() | {"plan": 3}),
-        Error(r"q_scale: expected None", **PagedCase([5]).inputs() | {"q_scale": full((1,), 1.0)}),
+        Error(r"q: expected dtype float8_e4m3fn, got float32",
+              **PagedCase([5]).inputs() | {"q_scale": full((1, 4), 1.0)}),
+        Error(r"q_scale: expected shape \[1, 4\], got \[1\]",
+              **PagedCase([5], kv=_FP8).fp8_queries() | {"q_scale": full((1,), 1.0)}),
+        Error(r"k_cache: expected dtype bfloat16 or float8_e4m3fn or int8, got float32",
+              **PagedCase([5]).fp8_queries()),
         Error(r"max_q: expected None or at least 1, got 0",
               **PagedCase([5], q_lens=[1]).inputs() | {"max_q": 0}),
         Error(r"shared_blocks: expected 0 to 1, got 2",

@@ -150,17 +150,22 @@ def paged_attention(
     """Attention over a paged KV cache: decode, prefill chunks, mixed batches, draft verification.
 
     Args:
-        q: ``[T, Hq, D]``, float32, float16 or bfloat16. Rows of no sequence become zero.
+        q: ``[T, Hq, D]``, float32, float16 or bfloat16, or float8_e4m3fn with ``q_scale``. Rows of
+            no sequence become zero.
         k_cache, v_cache: ``[num_blocks, block_size, Hkv, D]``, strides honoured, last dimension
-            contiguous; dtype of q, or float8_e4m3fn or int8 with scales. ``block_size`` a multiple
-            of 16 from 16 to 256. Slots past a sequence's length may hold anything.
+            contiguous; dtype of the result, or float8_e4m3fn or int8 with scales. ``block_size`` a
+            multiple of 16 from 16 to 256. Slots past a sequence's length may hold anything.
         block_tables: int32 ``[B, max_blocks]``. seq_lens: int32 ``[B]``, keys including the new
             ones, which are written already.
         cu_q: int32 ``[B + 1]``, offsets of each sequence's queries; None: one query a sequence.
         max_q: upper bound of the queries a sequence; None: the rows of q, which launches more than
             is needed.
         k_start: int32 ``[B]``, the first visible key (left padding); None: 0.
-        q_scale: must be None (q is not quantised).
+        q_scale: float32 ``[T, Hq]``, none negative, of q in float8_e4m3fn; the result is then
+            bfloat16. On a Hopper GPU many queries (heads up to 128, an fp8 cache) are multiplied in
+            fp8: a weight times its value's scale is rounded by 2^-4 of itself, or, where that is
+            more, by 2^-15 of the row's largest weight times the sequence's largest scale of values.
+            Elsewhere q is first rounded to bfloat16 (``explain`` tells).
         k_scale, v_scale: bfloat16 ``[num_blocks, block_size, Hkv]`` of a quantised cache.
         shared_blocks: how many leading blocks of their tables all sequences have in common, as
             the first row names them. CUDA reads at least 512 such keys once for all sequences, if
@@ -176,7 +181,8 @@ def paged_attention(
         causal, scale, window, softcap, sinks, return_lse: see the module.
 
     Returns:
-        ``[T, Hq, D]``; with ``return_lse`` also lse ``[Hq, T]``.
+        ``[T, Hq, D]`` in the dtype of q (bfloat16 where that is fp8); with ``return_lse`` also lse
+        ``[Hq, T]``.
 
     Raises:
         ValueError: as :func:`attention`; ids outside the cache and lengths past the table on the
@@ -187,16 +193,14 @@ def paged_attention(
     """
     if plan is not None:
         raise ValueError(f"plan: expected None, got {type(plan).__name__}")
-    if q_scale is not None:
-        raise ValueError("q_scale: expected None (q is not quantised), got a tensor")
     if max_q is not None and max_q < 1:
         raise ValueError(f"max_q: expected None or at least 1, got {max_q}")
     check_ids("block_tables", block_tables, 0, k_cache.shape[0])
     check_ids("seq_lens", seq_lens, 0, block_tables.shape[-1] * k_cache.shape[1] + 1)
     check_ids("cu_q", cu_q, 0, q.shape[0] + 1)
     out, lse = _ops.paged_attention(
-        q, k_cache, v_cache, block_tables, seq_lens, cu_q, max_q or 0, k_start, k_scale, v_scale,
-        sinks, causal, _scale(scale, q), _window(window), softcap, shared_blocks,
+        q, k_cache, v_cache, block_tables, seq_lens, cu_q, max_q or 0, k_start, q_scale,
+        k_scale, v_scale, sinks, causal, _scale(scale, q), _window(window), softcap, shared_blocks,
         batch_invariant, workspace, counters,
     )  # fmt: skip
     return _result("paged_attention", out, lse, return_lse, q)
@@ -233,20 +237,23 @@ def attention_workspace_bytes(
     max_k: int,
     kv_bytes: int = 2,
     shared_keys: int = 0,
+    quantised_rows: int = 0,
 ) -> int:
     """Bytes of workspace that :func:`paged_attention` needs on CUDA for float16 and bfloat16.
 
     Args:
         max_q: the op's ``max_q``. max_k: ``block_tables.shape[1] * block_size``.
         kv_bytes: of an element of the caches. shared_keys: ``shared_blocks * block_size``.
+        quantised_rows: the rows of q where it is quantised, else 0.
     """
     return _ops.attention_workspace(
-        batch, heads, kv_heads, head_dim, max_q, max_k, kv_bytes, shared_keys
+        batch, heads, kv_heads, head_dim, max_q, max_k, kv_bytes, shared_keys, quantised_rows
     )
 
 
 def _packed(q: Tensor) -> tuple[Tensor, Tensor]:
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
+    out = torch.empty_like(q, dtype=dtype, memory_format=torch.contiguous_format)
     return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
@@ -286,7 +293,7 @@ def _pairs(q_len: int, k_len: int, causal: bool, window: int | None) -> int:
 
 
 def _unit(q: Tensor) -> str:
-    return "fp32" if q.dtype == torch.float32 else "bf16"
+    return {torch.float32: "fp32", torch.float8_e4m3fn: "fp8"}.get(q.dtype, "bf16")
 
 
 @cost_of("attention")
@@ -308,7 +315,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, m
 @cost_of("paged_attention")
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
       cu_q: Tensor | None = None, *, causal: bool = True, window: int | None = None,
-      k_scale: Tensor | None = None, shared_blocks: int = 0,
+      q_scale: Tensor | None = None, k_scale: Tensor | None = None, shared_blocks: int = 0,
       **options: object) -> Cost:  # fmt: skip
     """Keys that no query of a sequence sees are not counted, and shared ones once."""
     k_lens = seq_lens.tolist()
@@ -319,7 +326,8 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_len
     keys = shared + sum(max(n, 0) for n in own)
     scale_bytes = 0 if k_scale is None else k_scale.element_size()
     row = k_cache.shape[2] * (k_cache.shape[3] * k_cache.element_size() + scale_bytes)
-    bytes_moved = 2 * nbytes(q) + 2 * keys * row + nbytes(block_tables, seq_lens)
+    out_bytes = q.numel() * max(q.element_size(), 2)
+    bytes_moved = nbytes(q, q_scale, block_tables, seq_lens) + out_bytes + 2 * keys * row
     return Cost(bytes_moved, 4 * q.shape[1] * q.shape[2] * pairs, _unit(q))
 
 
