@@ -126,7 +126,9 @@ def test_the_gpu_computes_what_the_cpu_does(tmp_path: Path, kind: FileFormat):
     quantized_files.save(tmp_path, kind)
     cpu = logits_of(load(tmp_path), PROMPT, torch.float32)
     gpu = logits_of(load(tmp_path, torch.float16, "cuda"), PROMPT, torch.float16).float().cpu()
-    assert (gpu - cpu).norm() < 0.03 * cpu.norm()
+    # Inputs rounded to 8 bits too: those between two codes may fall to either, as float16 has them.
+    bound = 0.25 if "fp8" in kind.keeps else 0.03
+    assert (gpu - cpu).norm() < bound * cpu.norm()
 
 
 def test_parts_of_different_orders_are_expanded(tmp_path: Path):
