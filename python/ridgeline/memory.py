@@ -15,6 +15,7 @@ from ridgeline.graphs import StepBuffers
 from ridgeline.kv_cache import KVCacheLayout
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.weights import parameters
+from ridgeline.ops.attention import attention_workspace_bytes
 from ridgeline.roofline.machine import Roofs
 from ridgeline.sampler import Sampler
 
@@ -107,15 +108,25 @@ def plan_memory(
         max_num_batched_tokens=max_num_batched_tokens,
         extra=Sampler.words(max_num_batched_tokens + max_num_seqs),
     )
+
+    def workspace(max_q: int) -> int:
+        if not on_gpu or size > 2:  # float32 runs on the CPU
+            return 0
+        return attention_workspace_bytes(
+            max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, max_q,
+            blocks * layout.block_size, layout.dtype.itemsize,
+        )  # fmt: skip
+
     lines = [
         MemoryLine("weights", stored_weights or weight_bytes(config, dtype, quantization)),
         MemoryLine("rotary tables", _rotary_bytes(config, max_model_len)),
         MemoryLine("step buffers", buffers),
         MemoryLine("activations of prefill",
-                   _activations(config, size, max_num_batched_tokens, max_num_seqs)),
+                   _activations(config, size, max_num_batched_tokens, max_num_seqs,
+                                workspace(max_num_batched_tokens))),
     ]  # fmt: skip
     if on_gpu:
-        decode = _activations(config, size, max_num_seqs, max_num_seqs)
+        decode = _activations(config, size, max_num_seqs, max_num_seqs, workspace(1))
         lines.append(MemoryLine("graph pool", (decode + max_num_seqs * vocab * size) * graphs))
         lines.append(MemoryLine("context and kernels", CONTEXT_BYTES))
     return MemoryPlan(tuple(lines), budget, layout, num_blocks)
@@ -149,16 +160,17 @@ def _rotary_bytes(config: ModelConfig, max_model_len: int) -> int:
     return len(ropes) * max_model_len * config.head_dim * 4
 
 
-def _activations(config: ModelConfig, size: int, tokens: int, rows: int) -> int:
+def _activations(config: ModelConfig, size: int, tokens: int, rows: int, workspace: int) -> int:
     """The most that lives at once: in attention, in the MLP, or with the logits."""
     hidden = config.hidden_size
     query = config.num_heads * config.head_dim
     qkv = query + 2 * config.num_kv_heads * config.head_dim
     inner = config.intermediate_size * (3 if config.spec.gated else 1)
     inner *= max(config.experts_per_token, 1)
-    layer = tokens * size * max(2 * hidden + qkv + query, 3 * hidden + inner)
+    attention = tokens * size * (2 * hidden + qkv + query) + workspace
+    mlp = tokens * size * (3 * hidden + inner)
     logits = tokens * hidden * size * 2 + rows * config.vocab_size * (size + 4)
-    return max(layer, logits)
+    return max(attention, mlp, logits)
 
 
 def step_cost(
