@@ -63,8 +63,7 @@ struct OnlineSoftmax {
 /// two keys of its first query, [1] and [3] of its second. A base is raised only by a score far above
 /// it, which spares most steps the exchange between lanes and the scaling of the sums; weights stay
 /// below 2^kSlack, as exact in fp16 and bf16 as those below 1. A base moves by its own query's scores
-/// alone. Bases are whole numbers: sums go from one to another by a power of two, which rounds
-/// nothing, so parts that are joined in one order have the same bits wherever they are scaled.
+/// alone.
 struct ColumnSoftmax {
   static constexpr float kSlack = 8.0f;
   float base[2] = {kMinusInfinity, kMinusInfinity};  // the same in all lanes of a column
@@ -80,7 +79,7 @@ struct ColumnSoftmax {
   __device__ __forceinline__ void raise(const float (&largest)[2], float (&keep)[2]) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const float raised = largest[c] > base[c] + kSlack ? ceilf(largest[c]) : base[c];
+      const float raised = largest[c] > base[c] + kSlack ? largest[c] : base[c];
       keep[c] = ptx::exp2_approx(base[c] - exponent_base(raised));
       base[c] = raised;
       sum[c] *= keep[c];
@@ -94,6 +93,19 @@ struct ColumnSoftmax {
     for (int i = 0; i < 4; ++i) {
       weights[i] = ptx::exp2_approx(scores[i] - exponent_base(base[i % 2]));
       totals[i % 2] += weights[i];
+    }
+  }
+
+  /// The bases become whole numbers: sums go from one to another by a power of two, which rounds
+  /// nothing, so parts that are joined in one order have the same bits wherever they are scaled.
+  /// keep[] is what every sum is to be multiplied with.
+  __device__ __forceinline__ void round_bases(float (&keep)[2]) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const float whole = ceilf(base[c]);
+      keep[c] = ptx::exp2_approx(base[c] - exponent_base(whole));
+      base[c] = whole;
+      sum[c] *= keep[c];
     }
   }
 

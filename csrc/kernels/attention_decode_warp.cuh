@@ -223,14 +223,15 @@ struct WarpState : KeyWarp<Tile> {
   __device__ __forceinline__ void end_leaf(int leaf, bool is_last, Parts& parts,
                                            float (&totals)[kWarps][Tile::kRows]) {
     join_totals(totals);
-    if constexpr (Tile::kQuantised) {
-      const float unit = power_of_two(value_exponent);
+    const float unit = Tile::kQuantised ? power_of_two(value_exponent) : 1.0f;
+#pragma unroll
+    for (int j = 0; j < kTiles; ++j) {
+      float keep[2];
+      softmax[j].round_bases(keep);
 #pragma unroll
       for (int i = 0; i < Tile::kSums; ++i)
 #pragma unroll
-        for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-          for (float& sum : sums[i][j]) sum *= unit;
+        for (int c = 0; c < 4; ++c) sums[i][j][c] *= keep[c % 2] * unit;
     }
     if constexpr (Tile::kLevels > 0) {
       int level = 0;
