@@ -54,6 +54,16 @@ def activations(bench: Bench, rows: int, cols: int, dtype: torch.dtype) -> None:
             cost=op_cost(op, matrix(2 * cols)),
             fields=fields,
         )
+    for out_quant in ("fp8", "fp8_group"):
+        compare(
+            bench,
+            "silu_mul",
+            make=lambda: (matrix(2 * cols),),
+            ours=lambda x, q=out_quant: ops.silu_mul(x, out_quant=q),
+            torchs=None,
+            cost=op_cost("silu_mul", matrix(2 * cols), out_quant=out_quant),
+            fields={**fields, "out_quant": out_quant},
+        )
 
 
 def main() -> None:

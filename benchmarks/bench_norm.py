@@ -53,15 +53,16 @@ def norms(bench: Bench, rows: int, cols: int, dtype: torch.dtype) -> None:
         cost=op_cost("rmsnorm", x, v),
         fields=fields,
     )
-    compare(
-        bench,
-        "rmsnorm",
-        make=lambda: (matrix(), vector()),
-        ours=lambda x, w: ops.rmsnorm(x, w, out_quant="fp8", weights_ready=True),
-        torchs=torch_rmsnorm_fp8,
-        cost=op_cost("rmsnorm", x, v, out_quant="fp8"),
-        fields={**fields, "out_quant": "fp8"},
-    )
+    for out_quant, torchs in (("fp8", torch_rmsnorm_fp8), ("fp8_group", None)):
+        compare(
+            bench,
+            "rmsnorm",
+            make=lambda: (matrix(), vector()),
+            ours=lambda x, w, q=out_quant: ops.rmsnorm(x, w, out_quant=q, weights_ready=True),
+            torchs=torchs,
+            cost=op_cost("rmsnorm", x, v, out_quant=out_quant),
+            fields={**fields, "out_quant": out_quant},
+        )
     compare(
         bench,
         "add_rmsnorm",

@@ -1,4 +1,4 @@
-"""8-bit codes and scales, to the bit: of quantize_fp8, and of norms with a quantised output."""
+"""8-bit codes and scales: of quantize_fp8 to the bit, and of ops with a quantised output."""
 
 from __future__ import annotations
 
@@ -13,7 +13,11 @@ from op_table.quantize import _amax, spread
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-OUT = {"fp8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 127.0)}
+OUT = {
+    "fp8": (torch.float8_e4m3fn, 448.0),
+    "int8": (torch.int8, 127.0),
+    "fp8_group": (torch.float8_e4m3fn, 448.0),
+}
 
 
 def made(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
@@ -55,7 +59,22 @@ def test_the_smallest_values_keep_a_finite_inverse(device: str, granularity: Any
     assert torch.isfinite(q.float()).all()
 
 
-@pytest.mark.parametrize("out_quant", ["fp8", "int8"])
+def assert_codes(y: Tensor, scale: Tensor, exact: Tensor, out_quant: str, what: str) -> None:
+    """y times scale stands for exact (float64) as well as codes can."""
+    dtype, largest = OUT[out_quant]
+    granularity = "group" if out_quant == "fp8_group" else "row"
+    amax = _amax(exact, granularity)
+    assert y.dtype == dtype and y.shape == exact.shape, what
+    assert scale.dtype == torch.float32 and scale.shape == amax.shape, what
+    torch.testing.assert_close(scale.double(), amax / largest, rtol=1e-5, atol=0, msg=what)
+    each = spread(scale.double(), exact, granularity)
+    # Half a step: of integers everywhere, of e4m3 relative to the value down to its subnormals.
+    half_step = each / 2 if out_quant == "int8" else exact.abs() * 2**-4
+    allowed = torch.maximum(half_step, each * 2**-10) * (1 + 2**-8) + 1e-4 * each
+    assert ((y.double() * each - exact).abs() <= allowed).all(), what
+
+
+@pytest.mark.parametrize("out_quant", OUT)
 @pytest.mark.parametrize("cols", [8, 259, 4096, 16384, 33000])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
@@ -63,7 +82,6 @@ def test_quantised_norms(device: str, dtype: torch.dtype, cols: int, out_quant: 
     x, weight = made(device, dtype, 3, cols), made(device, dtype, cols)
     residual = made(device, dtype, 3, cols, scale=2.0)
     total = residual + x
-    code_dtype, largest = OUT[out_quant]
     outputs = {
         "plain": (ridgeline.ops.rmsnorm(x, weight, out_quant=out_quant), x),
         "residual": (ridgeline.ops.add_rmsnorm(x, residual, weight, out_quant=out_quant), total),
@@ -71,24 +89,32 @@ def test_quantised_norms(device: str, dtype: torch.dtype, cols: int, out_quant: 
     assert torch.equal(residual, total)
     for name, ((y, scale), normed) in outputs.items():
         exact = torch.nn.functional.rms_norm(normed.double(), (cols,), weight.double(), 1e-6)
-        assert y.dtype == code_dtype and y.shape == x.shape, name
-        assert scale.dtype == torch.float32 and scale.shape == (3, 1), name
-        torch.testing.assert_close(
-            scale.double(), exact.abs().amax(-1, keepdim=True) / largest, rtol=1e-5, atol=0
-        )
-        # Half a step: of integers everywhere, of e4m3 relative to the value down to its subnormals.
-        half_step = scale.double() / 2 if out_quant == "int8" else exact.abs() * 2**-4
-        smallest = scale.double() * 2**-10
-        allowed = torch.maximum(half_step, smallest) * (1 + 2**-8) + 1e-4 * scale.double()
-        assert ((y.double() * scale.double() - exact).abs() <= allowed).all(), name
+        assert_codes(y, scale, exact, out_quant, name)
 
 
-@pytest.mark.parametrize("out_quant", ["fp8", "int8"])
+@pytest.mark.parametrize("out_quant", OUT)
+@pytest.mark.parametrize("rows, cols", [(3, 8), (3, 259), (5, 4096), (150, 1200), (2, 33000)])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_quantised_norms_of_zeros_and_nan(device: str, out_quant: Any) -> None:
+def test_quantised_products(
+    device: str, dtype: torch.dtype, rows: int, cols: int, out_quant: Any
+) -> None:
+    x = made(device, dtype, rows, 2 * cols, scale=2.0)
+    gate, up = x.double().chunk(2, -1)
+    y, scale = ridgeline.ops.silu_mul(x, out_quant=out_quant)
+    assert_codes(y, scale, torch.nn.functional.silu(gate) * up, out_quant, "silu_mul")
+
+
+@pytest.mark.parametrize("out_quant", OUT)
+@pytest.mark.parametrize("op", ["rmsnorm", "silu_mul"])
+@pytest.mark.parametrize("device", DEVICES)
+def test_quantised_outputs_of_zeros_and_nan(device: str, op: str, out_quant: Any) -> None:
     x = torch.zeros(3, 64, device=device)
     x[1, 5] = torch.nan
-    y, scale = ridgeline.ops.rmsnorm(x, torch.ones(64, device=device), out_quant=out_quant)
+    if op == "rmsnorm":
+        y, scale = ridgeline.ops.rmsnorm(x, torch.ones(64, device=device), out_quant=out_quant)
+    else:
+        y, scale = ridgeline.ops.silu_mul(x, out_quant=out_quant)
     values = y.float() * scale
     assert scale[0].item() == scale[2].item() == 1.0
     assert (values[[0, 2]] == 0).all()
@@ -98,5 +124,7 @@ def test_quantised_norms_of_zeros_and_nan(device: str, out_quant: Any) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 def test_another_code_is_refused(device: str) -> None:
     x = torch.zeros(1, 8, device=device)
-    with pytest.raises(ValueError, match="out_quant: expected None, 'fp8' or 'int8', got 'int4'"):
+    with pytest.raises(ValueError, match="out_quant: .*'int8' or 'fp8_group', got 'int4'"):
         ridgeline.ops.rmsnorm(x, x[0], out_quant="int4")  # type: ignore[call-overload]
+    with pytest.raises(ValueError, match="out_quant: .*got 'int4'"):
+        ridgeline.ops.silu_mul(x, out_quant="int4")  # type: ignore[call-overload]

@@ -3,6 +3,7 @@
 #include <tuple>
 
 #include "bindings/backend.h"
+#include "bindings/out_quant.h"
 #include "kernels/norm.h"
 
 namespace ridgeline::bindings {
@@ -29,6 +30,7 @@ inline RmsNormParams rmsnorm_params(const Tensor& x, const Tensor& weight, doubl
           .weight = weight.data_ptr(),
           .y = nullptr,
           .y_scale = nullptr,
+          .by_group = false,
           .weights_ready = weights_ready};
 }
 
@@ -55,17 +57,16 @@ Tensor finish_rmsnorm(const Backend& on, RmsNormParams params, const Tensor& x) 
   return y;
 }
 
-/// y of the 8-bit type named, and its scales [..., 1].
+/// y of the 8-bit type named, and its scales.
 template <class Backend>
 std::tuple<Tensor, Tensor> finish_rmsnorm_quant(const Backend& on, RmsNormParams params,
                                                 const Tensor& x, const std::string& out_quant) {
-  check(out_quant == "fp8" || out_quant == "int8",
-        "out_quant: expected None, 'fp8' or 'int8', got '", out_quant, "'");
-  params.y_dtype = out_quant == "fp8" ? DType::kFloat8E4M3 : DType::kInt8;
-  std::vector<std::int64_t> sizes = sizes_of(x);
+  const OutQuant quant(out_quant);
+  params.y_dtype = quant.dtype;
+  params.by_group = quant.by_group;
+  const std::vector<std::int64_t> sizes = sizes_of(x);
   const Tensor y = empty_on_device_of(x, sizes, params.y_dtype);
-  sizes.back() = 1;
-  const Tensor scale = empty_on_device_of(x, sizes, DType::kFloat32);
+  const Tensor scale = empty_on_device_of(x, quant.scale_sizes(sizes), DType::kFloat32);
   params.y = y.data_ptr();
   params.y_scale = static_cast<float*>(scale.data_ptr());
   call_rmsnorm(on, params);

@@ -46,6 +46,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
 
   m.def("bias_gelu(Tensor x, Tensor bias, str approximate, bool weights_ready) -> Tensor");
   m.def("silu_mul(Tensor x) -> Tensor");
+  m.def("silu_mul_quant(Tensor x, str out_quant) -> (Tensor, Tensor)");
   m.def("gelu_mul(Tensor x, str approximate) -> Tensor");
 
   m.def("row_reduce(Tensor x, str op) -> Tensor");

@@ -1,9 +1,12 @@
 #include <algorithm>
+#include <cmath>
+#include <vector>
 
 #include "common/math.h"
 #include "cpu/activation.h"
 #include "cpu/half.h"
 #include "cpu/parallel.h"
+#include "cpu/quant.h"
 #include "cpu/rows.h"
 #include "kernels/activation.h"
 
@@ -76,6 +79,35 @@ void gated_act(const ActivationParams& params) {
         for (std::int64_t c = 0; c < count; ++c) out[c] = activate<function()>(gate[c]) * up[c];
         finish_row(out, count, y);
       });
+    });
+  });
+}
+
+void gated_act_quant(const GatedQuantParams& params) {
+  const std::int64_t extent = params.by_group ? kScaleGroup : std::max(params.cols, 1);
+  const std::int64_t extents = ceil_div<std::int64_t>(params.cols, extent);
+  dispatch_float(params.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    parallel_ranges(params.rows, params.cols * 4, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<float> gate_buffer(static_cast<std::size_t>(params.cols));
+      std::vector<float> up_buffer(gate_buffer.size()), out(gate_buffer.size());
+      for (std::int64_t row = begin; row < end; ++row) {
+        const T* x = static_cast<const T*>(params.x) + row * params.stride_x_row;
+        const float* gate = as_floats(x, params.cols, gate_buffer.data());
+        const float* up = as_floats(x + params.cols, params.cols, up_buffer.data());
+#pragma omp simd
+        for (std::int32_t c = 0; c < params.cols; ++c)
+          out[static_cast<std::size_t>(c)] = silu(gate[c]) * up[c];
+        for (std::int64_t i = 0; i < extents; ++i) {
+          const float* values = out.data() + i * extent;
+          const std::int64_t count = std::min(extent, params.cols - i * extent);
+          const float amax = max_over(count, [&](std::int64_t c) { return std::abs(values[c]); });
+          const float scale = scale_of_amax(amax, params.y_dtype);
+          params.y_scale[row * extents + i] = scale;
+          encode(values, count, scale, params.y_dtype,
+                 static_cast<std::uint8_t*>(params.y) + row * params.cols + i * extent);
+        }
+      }
     });
   });
 }

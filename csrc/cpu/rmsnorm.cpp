@@ -1,6 +1,8 @@
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
+#include "common/math.h"
 #include "cpu/half.h"
 #include "cpu/parallel.h"
 #include "cpu/quant.h"
@@ -41,10 +43,17 @@ void rmsnorm_row(const RmsNormParams& params, std::int64_t row, const float* wei
 #pragma omp simd
   for (std::int32_t c = 0; c < cols; ++c) out[c] = x[c] * scale * weight[c];
   if (!quantised) return finish_row(out, cols, y);
-  const float amax = max_over(cols, [&](std::int64_t c) { return std::abs(out[c]); });
-  params.y_scale[row] = scale_of_amax(amax, params.y_dtype);
-  encode(out, cols, params.y_scale[row], params.y_dtype,
-         static_cast<std::uint8_t*>(params.y) + row * cols);
+  const std::int64_t extent = params.by_group ? kScaleGroup : cols;
+  const std::int64_t extents = ceil_div<std::int64_t>(cols, extent);
+  for (std::int64_t i = 0; i < extents; ++i) {
+    const float* values = out + i * extent;
+    const std::int64_t count = std::min(extent, cols - i * extent);
+    const float amax = max_over(count, [&](std::int64_t c) { return std::abs(values[c]); });
+    const float y_scale = scale_of_amax(amax, params.y_dtype);
+    params.y_scale[row * extents + i] = y_scale;
+    encode(values, count, y_scale, params.y_dtype,
+           static_cast<std::uint8_t*>(params.y) + row * cols + i * extent);
+  }
 }
 
 }  // namespace

@@ -29,6 +29,9 @@ class RowWeight {
     return floats(load_vec<Row::kWidth>(data_ + column));
   }
 
+  /// One element of weights that are not null.
+  __device__ float element(int column) const { return to_float(data_[column]); }
+
  private:
   using Stored = std::conditional_t<kFloat, float, T>;
   Row held_;

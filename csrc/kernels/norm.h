@@ -1,11 +1,13 @@
 #pragma once
+#include "common/quant_scale.h"
 #include "common/types.h"
 
 namespace ridgeline {
 
 /// y[r, c] = (weight[c] + offset) * x[r, c] / sqrt(mean over c of x[r, c]^2 + eps), statistics in
 /// fp32. With a residual: residual += x first, and the norm is that of the sum as stored.
-/// With y of 8 bits: y_scale[r] = (largest |value| of the row) / (448 or 127), value = y * y_scale.
+/// With y of 8 bits: value = y * y_scale, the scale being the largest |value| of the row, or of a
+/// group of kScaleGroup columns, / (448 or 127).
 ///
 /// Roofline: reads x and writes y once, 2 * rows * cols * size_of(dtype) bytes (twice that with a
 /// residual), about 4 flops an element: bandwidth at many rows, launch latency at few.
@@ -23,7 +25,8 @@ struct RmsNormParams {
   std::int64_t stride_residual_row;
   const void* weight;         // [cols]
   void* y;                    // [rows, cols] contiguous; may be x
-  float* y_scale;             // [rows], or null
+  float* y_scale;             // [rows], or by group [rows, ceil(cols / kScaleGroup)], or null
+  bool by_group;              // needs y_scale
   bool weights_ready;         // no kernel of the stream still writes weight: it may be read early
 };
 

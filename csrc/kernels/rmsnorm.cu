@@ -1,6 +1,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "common/math.h"
 #include "common/quant_scale.h"
 #include "device/encode.cuh"
 #include "device/launch.cuh"
@@ -68,6 +69,61 @@ __device__ void store_codes(const RmsNormParams& params, Row& row, const Weight&
   store_as(std::false_type{});
 }
 
+/// Writes e4m3 codes of a held row with a scale a group: 16 lanes (fp32: 32) have a group of 128
+/// columns, since the row is dealt out from its own begin.
+template <class Row, class Weight>
+__device__ void store_held_groups(const RmsNormParams& params, Row& row, const Weight& weight,
+                                  float scale, float* scales, std::uint8_t* codes) {
+  constexpr int kLanes = kScaleGroup / Row::kWidth;
+  float amaxes[Row::kPieces];
+  row.template visit_padded<true>([&](int i, int column, const auto& piece, bool inside) {
+    const auto values = weighted(piece, weight.at(i, column), scale, params.offset);
+    float amax = 0.0f;
+    for (const float v : values.data) amax = device::MaxOrNaN::combine(amax, fabsf(v));
+    amaxes[i] = inside ? amax : 0.0f;
+  });
+  for (float& amax : amaxes) amax = device::warp_reduce<device::MaxOrNaN, kLanes>(amax);
+  row.visit_padded([&](int i, int column, const auto& piece, bool inside) {
+    const float y_scale = scale_of_amax(amaxes[i], params.y_dtype);
+    if (inside && threadIdx.x % kLanes == 0) scales[column / kScaleGroup] = y_scale;
+    auto values = weighted(piece, weight.at(i, column), scale, params.offset);
+    const float inverse = 1.0f / y_scale;
+    for (float& v : values.data) v *= inverse;
+    device::store_inside(codes + column, device::encode<true>(values), inside);
+  });
+}
+
+/// The same of a row that is read again: a warp a group, four elements a lane.
+template <class T, class Weight>
+__device__ void store_streamed_groups(const RmsNormParams& params, const T* row,
+                                      const Weight& weight, float scale, float* scales,
+                                      std::uint8_t* codes) {
+  constexpr int kEach = kScaleGroup / device::kWarpSize;
+  const int lane = threadIdx.x % device::kWarpSize, warps = blockDim.x / device::kWarpSize;
+  const int groups = ceil_div(params.cols, kScaleGroup);
+  for (int group = threadIdx.x / device::kWarpSize; group < groups; group += warps) {
+    float values[kEach], amax = 0.0f;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int column = group * kScaleGroup + j * device::kWarpSize + lane;
+      values[j] = 0.0f;
+      if (column < params.cols)
+        values[j] = device::to_float(row[column]) * scale *
+                    (weight.element(column) + params.offset);
+      amax = device::MaxOrNaN::combine(amax, fabsf(values[j]));
+    }
+    amax = device::warp_reduce<device::MaxOrNaN>(amax);
+    const float y_scale = scale_of_amax(amax, params.y_dtype);
+    if (lane == 0) scales[group] = y_scale;
+#pragma unroll
+    for (int j = 0; j < kEach; ++j) {
+      const int column = group * kScaleGroup + j * device::kWarpSize + lane;
+      const device::Vec<float, 1> value{{values[j] * (1.0f / y_scale)}};
+      if (column < params.cols) device::store(codes + column, device::encode<true>(value));
+    }
+  }
+}
+
 /// Writes the normalised row.
 template <class T, class Row, class Weight>
 __device__ void store_row(const RmsNormParams& params, T* y, Row& row, const Weight& weight,
@@ -89,7 +145,7 @@ __device__ void store_row(const RmsNormParams& params, T* y, Row& row, const Wei
 ///
 /// Bytes: the row in and out (in and out twice with a residual), the weight from L2. About six
 /// instructions an element: bandwidth.
-template <class T, class Row, bool kFloatWeight, bool kHasResidual>
+template <class T, class Row, bool kFloatWeight, bool kHasResidual, bool kByGroup>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     rmsnorm_kernel(const __grid_constant__ RmsNormParams params) {
   __shared__ device::RowScratch scratch;
@@ -99,7 +155,7 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   const std::int64_t index = blockIdx.x;
   const float share_of_one = 1.0f / static_cast<float>(params.cols);
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
-  Row row(x, params.cols);
+  Row row(kByGroup ? nullptr : x, params.cols);  // groups are counted from the row's begin
   device::RowWeight<T, Row, kFloatWeight, kAhead> weight(row, params.weight);
   if (params.weights_ready) weight.load();
   device::wait_then_start_dependents();
@@ -109,12 +165,21 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   device::prefetch_ahead<Row, T>(params.x, params.stride_x_row, index, params.rows, params.cols);
   if constexpr (kHasResidual)
     row.add_into(static_cast<T*>(params.residual) + index * params.stride_residual_row);
-  if (params.y_scale != nullptr)
+  if (!kByGroup && params.y_scale != nullptr)
     return store_codes(params, row, weight, share_of_one, scratch);
   const float squares = device::reduce_row<device::Sum>(
       row, scratch, [](int, int, const auto& piece) { return sum_of_squares(piece); });
   const float scale = rsqrtf(squares * share_of_one + params.eps);
-  store_row(params, static_cast<T*>(params.y) + index * params.cols, row, weight, scale);
+  if constexpr (!kByGroup) {
+    store_row(params, static_cast<T*>(params.y) + index * params.cols, row, weight, scale);
+  } else {
+    float* scales = params.y_scale + index * ceil_div(params.cols, kScaleGroup);
+    auto* codes = static_cast<std::uint8_t*>(params.y) + index * params.cols;
+    if constexpr (Row::kHeld)
+      store_held_groups(params, row, weight, scale, scales, codes);
+    else
+      store_streamed_groups(params, row.data(), weight, scale, scales, codes);
+  }
 }
 
 }  // namespace
@@ -138,13 +203,17 @@ void rmsnorm(const RmsNormParams& params, Stream stream) {
                                  .full = rows <= device::kFewRows || params.residual == nullptr};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    device::dispatch_row<T, false, true, true>(layout, [&](auto row_type, int threads) {
-      using Row = typename decltype(row_type)::type;
-      dispatch_bool(params.residual != nullptr, [&](auto has_residual) {
-        dispatch_bool(params.weight_dtype == DType::kFloat32, [&](auto is_float) {
-          constexpr bool kFloatWeight = is_float() || sizeof(T) == sizeof(float);
-          device::launch_chained<rmsnorm_kernel<T, Row, kFloatWeight, has_residual()>>(
-              dim3(rows), dim3(threads), 0, stream, params, "rmsnorm");
+    dispatch_bool(params.by_group, [&](auto by_group) {
+      device::dispatch_row<T, false, true, true>(layout, [&](auto row_type, int threads) {
+        using Row = typename decltype(row_type)::type;
+        dispatch_bool(params.residual != nullptr, [&](auto has_residual) {
+          constexpr bool kHasResidual = has_residual();
+          dispatch_bool(params.weight_dtype == DType::kFloat32, [&](auto is_float) {
+            constexpr bool kFloatWeight = is_float() || sizeof(T) == sizeof(float);
+            device::launch_chained<
+                rmsnorm_kernel<T, Row, kFloatWeight, kHasResidual, by_group()>>(
+                dim3(rows), dim3(threads), 0, stream, params, "rmsnorm");
+          });
         });
       });
     });

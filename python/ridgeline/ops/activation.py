@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from ridgeline.ops._gradient import inference_only
+from ridgeline.ops._out_quant import OutQuant, quantised_like, written
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -39,21 +40,32 @@ def bias_gelu(
     return inference_only(out, "bias_gelu", x, bias)
 
 
-def silu_mul(x: Tensor) -> Tensor:
+@overload
+def silu_mul(x: Tensor, *, out_quant: None = ...) -> Tensor: ...
+@overload
+def silu_mul(x: Tensor, *, out_quant: OutQuant) -> tuple[Tensor, Tensor]: ...
+def silu_mul(x: Tensor, *, out_quant: OutQuant | None = None) -> Tensor | tuple[Tensor, Tensor]:
     """``silu(gate) * up``, where gate is the first half of the last dimension and up the second.
 
     Args:
         x: ``[..., 2 * cols]``, float32, float16 or bfloat16; rows contiguous and at one stride.
+        out_quant: None, or "fp8" (e4m3) or "int8": the result quantised with a scale a row, or
+            "fp8_group": e4m3 with a scale a group of 128 columns.
 
     Returns:
-        A new contiguous tensor ``[..., cols]`` of the dtype of ``x``; computed in float32.
+        A new contiguous tensor ``[..., cols]`` of the dtype of ``x``; computed in float32. With
+        ``out_quant`` a pair ``(y, scale)`` as of :func:`rmsnorm`; the product is not rounded first.
 
     Raises:
-        ValueError: dtype, shape or strides differ from the above; the message names ``x``.
+        ValueError: dtype, shape, strides or option differ from the above; the message names the
+            argument.
 
     Source: Shazeer, "GLU Variants Improve Transformer", 2020.
     """
-    return inference_only(_ops.silu_mul(x), "silu_mul", x)
+    if out_quant is None:
+        return inference_only(_ops.silu_mul(x), "silu_mul", x)
+    y, scale = _ops.silu_mul_quant(x, out_quant)
+    return inference_only(y, "silu_mul", x), inference_only(scale, "silu_mul", x)
 
 
 def gelu_mul(x: Tensor, approximate: Approximate = "none") -> Tensor:
@@ -89,6 +101,11 @@ def _(x: Tensor) -> Tensor:
     return _half(x)
 
 
+@torch.library.register_fake("ridgeline::silu_mul_quant")
+def _(x: Tensor, out_quant: str) -> tuple[Tensor, Tensor]:
+    return quantised_like(_half(x), out_quant)
+
+
 @torch.library.register_fake("ridgeline::gelu_mul")
 def _(x: Tensor, approximate: str) -> Tensor:
     return _half(x)
@@ -102,8 +119,10 @@ def _(
 
 
 @cost_of("silu_mul")
-def _(x: Tensor) -> Cost:
-    return Cost(bytes=nbytes(x) * 3 // 2, flops=5 * x.numel() // 2)
+def _(x: Tensor, *, out_quant: OutQuant | None = None) -> Cost:
+    shape = (*x.shape[:-1], x.shape[-1] // 2)
+    moved = nbytes(x) + written(shape, x.itemsize, out_quant)
+    return Cost(bytes=moved, flops=5 * x.numel() // 2)
 
 
 @cost_of("gelu_mul")

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops._gradient import inference_only, refuse_in_place
+from ridgeline.ops._out_quant import OutQuant, quantised_like, written
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
 
-OutQuant = Literal["fp8", "int8"]
 Approximate = Literal["none", "tanh"]
 
 
@@ -52,14 +52,16 @@ def rmsnorm(
         weight: ``[cols]``, the dtype of ``x`` or float32, on the device of ``x``.
         eps: added to the mean of squares.
         offset: added to the weight; 1.0 for Gemma.
-        out_quant: None, or "fp8" (e4m3) or "int8": the result quantised with a scale a row.
+        out_quant: None, or "fp8" (e4m3) or "int8": the result quantised with a scale a row, or
+            "fp8_group": e4m3 with a scale a group of 128 columns.
         weights_ready: no kernel still running on the stream writes ``weight``.
 
     Returns:
         A new contiguous tensor of the shape and dtype of ``x``; with ``out_quant`` a pair
-        ``(y, scale)``: 8-bit codes and float32 scales ``[..., 1]``, value = y * scale, where scale
-        is the row's largest magnitude / 448 (fp8) or 127 (int8), and 1 for a row of zeros. A row
-        with infinity or NaN dequantises to NaN. Statistics are taken in float32.
+        ``(y, scale)``: 8-bit codes and float32 scales ``[..., 1]`` or ``[..., ceil(cols / 128)]``,
+        value = y * scale, where scale is the largest magnitude of the row or group / 448 (fp8) or
+        127 (int8), and 1 where all are zero. A row with infinity or NaN dequantises to NaN.
+        Statistics are taken in float32.
 
     Raises:
         ValueError: dtype, device, shape, strides or option differ from the above; the message
@@ -197,12 +199,6 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _quantised_like(x: Tensor, out_quant: str) -> tuple[Tensor, Tensor]:
-    dtype = torch.float8_e4m3fn if out_quant == "fp8" else torch.int8
-    scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=dtype), scale
-
-
 @torch.library.register_fake("ridgeline::rmsnorm")
 def _(x: Tensor, weight: Tensor, eps: float, offset: float, weights_ready: bool) -> Tensor:
     return _like(x)
@@ -212,7 +208,7 @@ def _(x: Tensor, weight: Tensor, eps: float, offset: float, weights_ready: bool)
 def _(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_quant: str, weights_ready: bool
 ) -> tuple[Tensor, Tensor]:
-    return _quantised_like(x, out_quant)
+    return quantised_like(x, out_quant)
 
 
 @torch.library.register_fake("ridgeline::add_rmsnorm")
@@ -232,7 +228,7 @@ def _(
     out_quant: str,
     weights_ready: bool,
 ) -> tuple[Tensor, Tensor]:
-    return _quantised_like(x, out_quant)
+    return quantised_like(x, out_quant)
 
 
 @torch.library.register_fake("ridgeline::layernorm")
@@ -255,13 +251,6 @@ def _(
 # ---- Costs --------------------------------------------------------------------------------------
 
 
-def _written(x: Tensor, out_quant: OutQuant | None) -> int:
-    """Bytes of the normalised output and its scales."""
-    if out_quant is None:
-        return nbytes(x)
-    return x.numel() + (4 * x.numel() // x.shape[-1] if x.numel() else 0)
-
-
 @cost_of("rmsnorm")
 def _(
     x: Tensor,
@@ -272,7 +261,9 @@ def _(
     out_quant: OutQuant | None = None,
     weights_ready: bool = False,
 ) -> Cost:
-    return Cost(bytes=nbytes(x, weight) + _written(x, out_quant), flops=4 * x.numel())
+    return Cost(
+        bytes=nbytes(x, weight) + written(x.shape, x.itemsize, out_quant), flops=4 * x.numel()
+    )
 
 
 @cost_of("add_rmsnorm")
@@ -286,7 +277,7 @@ def _(
     out_quant: OutQuant | None = None,
     weights_ready: bool = False,
 ) -> Cost:
-    moved = nbytes(x, residual, residual, weight) + _written(x, out_quant)
+    moved = nbytes(x, residual, residual, weight) + written(x.shape, x.itemsize, out_quant)
     return Cost(bytes=moved, flops=5 * x.numel())
 
 

@@ -1,0 +1,34 @@
+"""Outputs as 8-bit codes with float32 scales: what ops with ``out_quant`` share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+OutQuant = Literal["fp8", "int8", "fp8_group"]
+
+_GROUP = 128  # columns that share a scale
+
+
+def _scales(cols: int, out_quant: str) -> int:
+    return (cols + _GROUP - 1) // _GROUP if out_quant == "fp8_group" else 1
+
+
+def quantised_like(y: Tensor, out_quant: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales for an output of the shape of ``y``."""
+    dtype = torch.int8 if out_quant == "int8" else torch.float8_e4m3fn
+    shape = (*y.shape[:-1], _scales(y.shape[-1], out_quant))
+    return y.new_empty(y.shape, dtype=dtype), y.new_empty(shape, dtype=torch.float32)
+
+
+def written(shape: Sequence[int], itemsize: int, out_quant: OutQuant | None) -> int:
+    """Bytes of an output of this shape: elements of ``itemsize``, or codes and scales."""
+    elements = math.prod(shape)
+    if out_quant is None:
+        return elements * itemsize
+    rows = math.prod(shape[:-1]) if elements else 0
+    return elements + 4 * rows * _scales(shape[-1], out_quant)
