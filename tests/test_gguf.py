@@ -5,11 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Kind
 from transformers import PreTrainedModel
 
 import tiny_model
@@ -20,6 +18,9 @@ from ridgeline.models.loader import LoadOptions, load_decoder
 from ridgeline.quant.ggml import EXPANDED, q4_0
 from ridgeline.quant.stored import GroupedCodes
 from tiny_model import one_thread  # noqa: F401
+
+gguf = pytest.importorskip("gguf")
+Kind = gguf.GGMLQuantizationType
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 NAMES = {

@@ -146,5 +146,6 @@ def test_on_a_gpu_lines_take_about_what_was_predicted():
         print(*lines, sep="\n")
     for line in lines[:-1]:
         assert line.taken is not None or line.name == "rotary tables", line
-        if line.taken is not None:
+        # The driver counts for all programs of a GPU, tests beside this one among them.
+        if line.taken is not None and line.name not in ("context and kernels", "KV cache"):
             assert abs(line.taken - line.predicted) < 0.25 * line.predicted + (256 << 20), line
