@@ -128,8 +128,8 @@ constexpr bool is_for_digits(const Shape& shape) {
 constexpr std::int32_t kSmallClusters[kMaxSegments] = {264, 132, 79, 62, 47, 39, 32, 30};
 
 /// Blocks of a cluster that split K: as many as let the clusters of all tiles run at once, but 640
-/// columns each. H200, fp8 by fp8, 32 rows, us: 4096 x 4096 by 4, 6 and 7 12.6, 11.0 and 11.2;
-/// 14336 x 4096 by 6, 7 and 8, of which two clusters wait for the others to end, 26.4, 25.7, 36.1.
+/// columns each. H200, 32 rows, us: fp8 by fp8 4096 x 4096 by 4, 6 and 7 9.6, 9.8 and 10.3, 14336 x
+/// 4096 by 6 and 7 19.7 and 20.0; int4 4096 x 4096 by 4 and 6 13.7 and 11.8.
 constexpr std::int32_t cluster_of(const Shape& shape) {
   constexpr std::int32_t kColumns = 640;
   const std::int64_t tiles = ceil_div(shape.N, kTileCols);
