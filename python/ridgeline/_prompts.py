@@ -1,10 +1,11 @@
-"""What callers give to generate: prompts as text or token ids, and parameters for each."""
+"""What callers give to generate: prompts as text, token ids or messages, and their parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ridgeline.chat import Messages
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.tokenizer import Tokenizer
 
@@ -61,6 +62,20 @@ def tokenize(
         next(encoded) if isinstance(item, str) else _ids(item, index)
         for index, item in enumerate(items)
     ]
+
+
+def chat_prompts(
+    messages: Messages | Sequence[Messages],
+    tokenizer: Tokenizer | None,
+    no_tokenizer: str,
+    **options: Any,
+) -> list[list[int]]:
+    """Token ids of one conversation or many; ``options`` of :meth:`ChatTemplate.render`."""
+    if tokenizer is None:
+        raise ValueError(f"chat needs a tokenizer: {no_tokenizer}")
+    one = bool(messages) and isinstance(messages[0], Mapping)
+    conversations: Sequence[Any] = [messages] if one else messages
+    return [tokenizer.encode_chat(each, **options) for each in conversations]
 
 
 def _ids(item: Sequence[int], index: int) -> list[int]:

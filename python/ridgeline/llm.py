@@ -7,15 +7,15 @@ import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ridgeline._prompts import Prompt, one_each, params_list, prompt_list, tokenize
+from ridgeline._prompts import Prompt, chat_prompts, one_each, params_list, prompt_list, tokenize
 from ridgeline._setup import EngineOptions, Parts, build
 from ridgeline.chat import Messages
 from ridgeline.core import Core
 from ridgeline.memory import MemoryLine
+from ridgeline.metrics import stats
 from ridgeline.outputs import RequestOutput, Stats, StreamOutput
 from ridgeline.progress import LoadingBar, ProgressBar
 from ridgeline.request import Request
@@ -94,26 +94,15 @@ class LLM:
         self._parts: Parts | None = None
         self._lock = threading.RLock()
         options = EngineOptions(
-            dtype=dtype,
-            device=device,
-            block_size=block_size,
-            max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization,
-            num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
-            seed=seed,
-            quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype,
-            batch_invariant=batch_invariant,
-            enforce_eager=enforce_eager,
-            load_format=load_format,
-            check_weights=check_weights,
-            trace=None if trace is None else Path(trace),
-            latency_target=latency_target,
+            dtype=dtype, device=device, block_size=block_size, max_model_len=max_model_len,
+            gpu_memory_utilization=gpu_memory_utilization, num_blocks=num_blocks,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching, seed=seed, quantization=quantization,
+            kv_cache_dtype=kv_cache_dtype, batch_invariant=batch_invariant,
+            enforce_eager=enforce_eager, load_format=load_format, check_weights=check_weights,
+            trace=None if trace is None else Path(trace), latency_target=latency_target,
             swap_space=swap_space,
-        )
+        )  # fmt: skip
         bar = LoadingBar() if progress is True else None
         callback = bar.update if bar is not None else progress
         self._parts = build(model, options, callback if callable(callback) else None)
@@ -198,18 +187,11 @@ class LLM:
         Raises:
             ValueError: no template or none that ends well; otherwise as :meth:`generate`.
         """
-        tokenizer = self._open_parts().tokenizer
-        if tokenizer is None:
-            raise ValueError(f"chat needs a tokenizer: {self._open_parts().no_tokenizer}")
-        one = bool(messages) and isinstance(messages[0], Mapping)
-        options = {
-            "tools": tools,
-            "template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "variables": template_variables,
-        }
-        conversations: Sequence[Any] = [messages] if one else messages
-        prompts = [tokenizer.encode_chat(each, **options) for each in conversations]
+        parts = self._open_parts()
+        prompts = chat_prompts(
+            messages, parts.tokenizer, parts.no_tokenizer, tools=tools, template=chat_template,
+            add_generation_prompt=add_generation_prompt, variables=template_variables,
+        )  # fmt: skip
         return self.generate(prompts, params, progress=progress) if prompts else []
 
     def stream(
@@ -238,17 +220,7 @@ class LLM:
         and shares of the machine's peaks."""
         with self._lock:
             core, runner = self._core(), self._open_parts().runner
-            counts, meter = core.scheduler.stats(), core.meter
-            graphs, replays = runner.graph_counts
-            measured: dict[str, Any] = {
-                "kv_occupancy": counts.used_blocks / counts.total_blocks,
-                "prefix_hit_rate": counts.prefix_hit_tokens / max(counts.prefix_query_tokens, 1),
-                "graphs": graphs,
-                "graph_replays": replays,
-                **meter.values(),
-            }
-        names = [field.name for field in fields(Stats) if field.name not in measured]
-        return Stats(**{name: getattr(counts, name) for name in names}, **measured)
+            return stats(core.scheduler.stats(), core.meter, runner.graph_counts)
 
     @property
     def memory(self) -> tuple[MemoryLine, ...]:
@@ -312,15 +284,9 @@ class LLM:
                 for i, (item, ids, one) in enumerate(zip(items, token_ids, each, strict=True)):
                     text = item if isinstance(item, str) else None
                     request = self._core().add(
-                        text,
-                        ids,
-                        one,
-                        updates,
-                        i,
-                        streams=streams,
-                        priority=priorities[i],
+                        text, ids, one, updates, i, streams=streams, priority=priorities[i],
                         deadline=deadlines[i],
-                    )
+                    )  # fmt: skip
                     requests.append(request)
             except (ValueError, TypeError) as error:
                 self._abandon(requests)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ridgeline._C import engine
-from ridgeline.outputs import RequestOutput
+from ridgeline.outputs import RequestOutput, Stats
 
 _KEPT = 4096  # the latest samples of each percentile
 _SCALE_EVERY = 16  # steps between two corrections of the predicted time
@@ -95,3 +96,17 @@ class Meter:
             for name, phase in phases.items()
             for what in ("rate", "mfu", "mbu")
         }
+
+
+def stats(counts: engine.Stats, meter: Meter, graph_counts: tuple[int, int]) -> Stats:
+    """``graph_counts``: graphs captured, and steps that replayed one."""
+    graphs, replays = graph_counts
+    measured: dict[str, Any] = {
+        "kv_occupancy": counts.used_blocks / counts.total_blocks,
+        "prefix_hit_rate": counts.prefix_hit_tokens / max(counts.prefix_query_tokens, 1),
+        "graphs": graphs,
+        "graph_replays": replays,
+        **meter.values(),
+    }
+    names = [field.name for field in fields(Stats) if field.name not in measured]
+    return Stats(**{name: getattr(counts, name) for name in names}, **measured)
