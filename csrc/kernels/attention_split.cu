@@ -2,14 +2,16 @@
 #include "device/launch.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "kernels/attention_launch.h"
+#include "kernels/attention_split_merge.cuh"
 #include "kernels/attention_tile.cuh"
 
 namespace ridgeline {
 namespace {
 
+using namespace attention_split;
 using namespace attention_tile;
 
-// ---- Constants ---------------------------------------------------------------------------------------------------
+// ---- Constants ----------------------------------------------------------------------------------
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * device::kWarpSize;
@@ -19,9 +21,7 @@ static_assert(kWarps * kGroup == config::kKeyTile, "each warp owns one group of 
 template <int kDim>
 constexpr int kStages = kDim <= 96 ? 4 : kDim <= 128 ? 3 : 2;
 
-constexpr int kCombineRows = 4;  // rows a block of the combine kernel, one a warp
-
-// ---- Shared memory -----------------------------------------------------------------------------------------------
+// ---- Shared memory ------------------------------------------------------------------------------
 
 /// What one warp streams through: its keys and values of a tile.
 template <class T, int kDim>
@@ -57,30 +57,7 @@ struct Shared {
   config::KeyRange visible[kWarpRows];
 };
 
-// ---- Phases ------------------------------------------------------------------------------------------------------
-
-struct SplitParams {
-  AttentionParams attention;
-  int max_splits;  // of the longest sequence
-  int max_rows;    // of a sequence and KV head
-  int row_tiles;   // of 16 rows
-};
-
-/// A partial result: sums over its keys divided by their weight, and lse in units of log2.
-struct Partials {
-  float* out;  // [batch, kv_heads, max_rows, max_splits, head_dim]
-  float* lse;  // [batch, kv_heads, max_rows, max_splits]
-
-  __device__ explicit Partials(const SplitParams& params) {
-    const AttentionParams& p = params.attention;
-    out = static_cast<float*>(p.workspace);
-    lse = out + std::int64_t{p.batch} * p.kv_heads * params.max_rows * params.max_splits * p.head_dim;
-  }
-  __device__ static std::int64_t index(const SplitParams& params, const Work& work, int row, int split) {
-    const std::int64_t pair = std::int64_t{work.batch} * params.attention.kv_heads + work.kv_head;
-    return (pair * params.max_rows + row) * params.max_splits + split;
-  }
-};
+// ---- Phases -------------------------------------------------------------------------------------
 
 /// One warp's ring over its group of keys in each tile.
 template <class T, int kDim>
@@ -90,8 +67,8 @@ struct Ring {
   int warp, lane;
   float scale;  // lanes 0-15: of this lane's key in the tile to come; lanes 16-31: of its value
 
-  __device__ __forceinline__ void request(const AttentionParams& p, const Work& work, int stage, int n0,
-                                          config::KeyRange live) {
+  __device__ __forceinline__ void request(const AttentionParams& p, const Work& work, int stage,
+                                          int n0, config::KeyRange live) {
     auto& full = shared.stages[warp][stage];
     auto& raw = shared.quantised.raw[warp][stage];
     void* to_k = expands ? static_cast<void*>(raw.k) : full.k;
@@ -118,14 +95,17 @@ struct Ring {
     auto& raw = shared.quantised.raw[warp][stage];
     shared.scales[warp][lane / kGroup][lane % kGroup] = scale;
     __syncwarp();  // the scales are there
-    dequantise_tile<T, kDim, kGroup, device::kWarpSize>(raw.k, shared.scales[warp][0], p.kv_dtype, to.k, lane);
-    dequantise_tile<T, kDim, kGroup, device::kWarpSize>(raw.v, shared.scales[warp][1], p.kv_dtype, to.v, lane);
+    dequantise_tile<T, kDim, kGroup, device::kWarpSize>(raw.k, shared.scales[warp][0], p.kv_dtype,
+                                                        to.k, lane);
+    dequantise_tile<T, kDim, kGroup, device::kWarpSize>(raw.v, shared.scales[warp][1], p.kv_dtype,
+                                                        to.v, lane);
     __syncwarp();  // the expanded tiles are there
     return to;
   }
 };
 
-/// Leaves each warp's sums in shared memory, relative to the block's largest score, and returns when all are there.
+/// Leaves each warp's sums in shared memory, relative to the block's largest score, and returns
+/// when all are there.
 template <class T, int kDim>
 __device__ __forceinline__ void share_sums(Shared<T, kDim>& shared, WarpRows<kDim>& rows) {
   const int lane = threadIdx.x % device::kWarpSize, warp = threadIdx.x / device::kWarpSize;
@@ -162,10 +142,11 @@ __device__ __forceinline__ float4 joined_sums(const Shared<T, kDim>& shared, int
   return sum;
 }
 
-/// The block's rows: the result if there is one split, a partial otherwise. An empty partial is its lse alone.
+/// The block's rows: the result if there is one split, a partial otherwise. An empty partial is its
+/// lse alone.
 template <class T, int kDim>
-__device__ __forceinline__ void store_block(const SplitParams& params, const Work& work, const Shared<T, kDim>& shared,
-                                            int split, int splits) {
+__device__ __forceinline__ void store_block(const SplitParams& params, const Work& work,
+                                            const Shared<T, kDim>& shared, int split, int splits) {
   const AttentionParams& p = params.attention;
   const Partials partials(params);
   const int rows = min(kWarpRows, work.rows - work.first_row), chunks = p.head_dim / 4;
@@ -173,7 +154,8 @@ __device__ __forceinline__ void store_block(const SplitParams& params, const Wor
     const int r = i / chunks, column = i % chunks * 4, row = work.first_row + r;
     float largest = shared.largest[0][r], total = shared.total[0][r];
 #pragma unroll
-    for (int w = 1; w < kWarps; ++w) largest = fmaxf(largest, shared.largest[w][r]), total += shared.total[w][r];
+    for (int w = 1; w < kWarps; ++w)
+      largest = fmaxf(largest, shared.largest[w][r]), total += shared.total[w][r];
     const float sink = splits == 1 ? sink_of(p, work.head(row)) : device::kMinusInfinity;
     const device::RowEnd end = device::end_of_row(largest, total, sink);
     const float4 sum = joined_sums(shared, r, column);
@@ -182,19 +164,22 @@ __device__ __forceinline__ void store_block(const SplitParams& params, const Wor
       if (column == 0) store_lse(p, work, row, end.lse);
     } else {
       const std::int64_t index = Partials::index(params, work, row, split);
-      if (end.factor != 0.0f) store_scaled(partials.out + index * p.head_dim + column, sum, end.factor);
+      if (end.factor != 0.0f)
+        store_scaled(partials.out + index * p.head_dim + column, sum, end.factor);
       if (column == 0) partials.lse[index] = end.lse;
     }
   }
 }
 
-// ---- Kernels -----------------------------------------------------------------------------------------------------
+// ---- Kernel -------------------------------------------------------------------------------------
 
-/// Grid: (sequence, KV head, 16 rows, split), and as many blocks once more as a sequence has where rows may belong
-/// to no sequence. A block owns 16 rows and the keys of one split; warp w owns keys 16 w ... 16 w + 15 of each tile
-/// of 64 and its own ring of stages, so that the loop has no block barrier. The warps' sums meet at the end.
+/// Grid: (sequence, KV head, 16 rows, split), and as many blocks once more as a sequence has where
+/// rows may belong to no sequence. A block owns 16 rows and the keys of one split; warp w owns keys
+/// 16 w ... 16 w + 15 of each tile of 64 and its own ring of stages, so that the loop has no block
+/// barrier. The warps' sums meet at the end.
 template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads, 2) split_kernel(const __grid_constant__ SplitParams params) {
+__global__ void __launch_bounds__(kThreads, 2)
+    split_kernel(const __grid_constant__ SplitParams params) {
   extern __shared__ __align__(16) char memory[];
   auto& shared = *reinterpret_cast<Shared<T, kDim>*>(memory);
   const AttentionParams& p = params.attention;
@@ -217,15 +202,21 @@ __global__ void __launch_bounds__(kThreads, 2) split_kernel(const __grid_constan
   if (split >= splits) return;
 
   const int last_row = min(work.first_row + kWarpRows, work.rows) - 1;
-  const config::KeyRange first_sees = config::visible_keys(p, work.sequence, work.query(work.first_row));
+  const config::KeyRange first_sees =
+      config::visible_keys(p, work.sequence, work.query(work.first_row));
   const config::KeyRange last_sees = config::visible_keys(p, work.sequence, work.query(last_row));
   const int split_keys = config::split_keys(p.head_dim, bytes, k_len);
-  // The last split's end is the row's own: 64-bit products are not needed, its begin is below k_len.
-  const config::KeyRange live{max(first_sees.begin, split * split_keys),
-                              split == splits - 1 ? last_sees.end : min(last_sees.end, (split + 1) * split_keys)};
+  // The last split's end is the row's own: 64-bit products are not needed, its begin is below
+  // k_len.
+  const config::KeyRange live{
+      max(first_sees.begin, split * split_keys),
+      split == splits - 1 ? last_sees.end : min(last_sees.end, (split + 1) * split_keys)};
 
-  Ring<T, kDim> ring{.shared = shared, .expands = expands, .warp = static_cast<int>(threadIdx.x) / device::kWarpSize,
-                     .lane = static_cast<int>(threadIdx.x) % device::kWarpSize, .scale = 0.0f};
+  Ring<T, kDim> ring{.shared = shared,
+                     .expands = expands,
+                     .warp = static_cast<int>(threadIdx.x) / device::kWarpSize,
+                     .lane = static_cast<int>(threadIdx.x) % device::kWarpSize,
+                     .scale = 0.0f};
   constexpr int kAhead = kStages<kDim> - 1;
   const int first = live.begin / config::kKeyTile * config::kKeyTile + ring.warp * kGroup;
   request_queries<T, kDim, kWarpRows, kThreads>(p, work, shared.q, threadIdx.x);
@@ -245,7 +236,8 @@ __global__ void __launch_bounds__(kThreads, 2) split_kernel(const __grid_constan
   int stage = 0, freed = kAhead;
   for (int n = first; n < live.end; n += config::kKeyTile) {
     ptx::wait_copies<kAhead - 1>();
-    __syncwarp();  // the stage is there for the warp, and all its lanes are done with the one before
+    // The stage is there for the warp, and all its lanes are done with the one before.
+    __syncwarp();
     const int ahead = n + kAhead * config::kKeyTile;
     if (ahead < live.end) ring.request(p, work, freed, ahead, live);
     ptx::commit_copies();
@@ -254,7 +246,8 @@ __global__ void __launch_bounds__(kThreads, 2) split_kernel(const __grid_constan
 
     float scores[kGroup / 8][4];
     score_tile<T, kDim, kGroup>(shared.q, tile.k, scores);
-    rows.finish_scores(p, scores, n, n >= last_sees.begin && n + kGroup <= min(first_sees.end, live.end));
+    rows.finish_scores(p, scores, n,
+                       n >= last_sees.begin && n + kGroup <= min(first_sees.end, live.end));
     rows.template gather<T, kGroup>(scores, tile.v);
     freed = stage;
     stage = stage + 1 == kStages<kDim> ? 0 : stage + 1;
@@ -264,85 +257,32 @@ __global__ void __launch_bounds__(kThreads, 2) split_kernel(const __grid_constan
   store_block<T, kDim>(params, work, shared, split, splits);
 }
 
-/// Grid: (sequence, KV head, row), a warp a row. Reads the partials that split_kernel left and writes the result;
-/// rows of one split are finished already.
-template <class T>
-__global__ void __launch_bounds__(kCombineRows* device::kWarpSize)
-    combine_kernel(const __grid_constant__ SplitParams params) {
-  __shared__ float weights[kCombineRows][config::kMaxSplits];
-  const AttentionParams& p = params.attention;
-  const int warp = threadIdx.x / device::kWarpSize, lane = threadIdx.x % device::kWarpSize;
-  const std::int64_t item = std::int64_t{blockIdx.x} * kCombineRows + warp;
-
-  ptx::launch_dependents();
-  ptx::wait_for_dependencies();
-  const int pair = static_cast<int>(item / params.max_rows), row = static_cast<int>(item % params.max_rows);
-  Work work{.batch = pair / p.kv_heads, .kv_head = pair % p.kv_heads, .group = p.heads / p.kv_heads};
-  if (work.batch >= p.batch) return;
-  work.sequence = config::sequence_of(p, work.batch);
-  work.rows = work.sequence.q_len * work.group;
-  const int splits = config::split_count(p.head_dim, p.k_scale ? 1 : 2, work.sequence.k_len);
-  if (!config::is_split(p, work.sequence.q_len) || row >= work.rows || splits == 1) return;
-
-  const Partials partials(params);
-  const std::int64_t first = Partials::index(params, work, row, 0);
-  constexpr int kPerLane = config::kMaxSplits / device::kWarpSize;
-  float parts[kPerLane], largest = device::kMinusInfinity, total = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int split = lane + i * device::kWarpSize;
-    parts[i] = split < splits ? partials.lse[first + split] * device::kLog2E : device::kMinusInfinity;
-    largest = fmaxf(largest, parts[i]);
-  }
-  largest = device::warp_reduce<device::MaxOrNaN>(largest);
-  const float base = device::exponent_base(largest);
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const float weight = device::part_weight(parts[i], base);
-    weights[warp][lane + i * device::kWarpSize] = weight;
-    total += weight;
-  }
-  total = device::warp_reduce<device::Sum>(total);
-  __syncwarp();  // the weights are there
-  const device::RowEnd end = device::end_of_row(largest, total, sink_of(p, work.head(row)));
-  for (int column = lane * 4; column < p.head_dim; column += device::kWarpSize * 4) {
-    float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-    for (int split = 0; split < splits; ++split) {
-      const float weight = weights[warp][split];
-      if (weight == 0.0f) continue;  // an empty part's sums were not written
-      const float4 part = *reinterpret_cast<const float4*>(partials.out + (first + split) * p.head_dim + column);
-      sum.x += weight * part.x, sum.y += weight * part.y, sum.z += weight * part.z, sum.w += weight * part.w;
-    }
-    store_scaled(static_cast<T*>(p.out) + out_offset(p, work, row) + column, sum, end.factor);
-  }
-  if (lane == 0) store_lse(p, work, row, end.lse);
-}
-
 }  // namespace
 
-// ---- Launch ------------------------------------------------------------------------------------------------------
+// ---- Launch -------------------------------------------------------------------------------------
 
 namespace attention_launch {
 
 void split(const AttentionParams& p, Stream stream) {
-  SplitParams params{.attention = p,
-                     .max_splits = config::max_split_count(p.head_dim, p.k_scale ? 1 : 2, p.max_k),
-                     .max_rows = std::max(config::max_split_rows(p.max_q, p.heads / p.kv_heads), 1)};
+  SplitParams params{
+      .attention = p,
+      .max_splits = config::max_split_count(p.head_dim, p.k_scale ? 1 : 2, p.max_k),
+      .max_rows = std::max(config::max_split_rows(p.max_q, p.heads / p.kv_heads), 1)};
   params.row_tiles = ceil_div(params.max_rows, kWarpRows);
   const std::int64_t of_sequence = std::int64_t{params.max_splits} * params.row_tiles * p.kv_heads;
   const std::int64_t blocks = of_sequence * (p.batch + (p.cu_q != nullptr ? 1 : 0));
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     dispatch_at_least<64, 96, 128, 192, 256>(p.head_dim, "attention: head size", [&](auto dim) {
-      device::launch_chained<split_kernel<T, dim>>(dim3(checked_int32(blocks, "attention: blocks")), dim3(kThreads),
-                                                   sizeof(Shared<T, dim>), stream, params, "attention");
+      device::launch_chained<split_kernel<T, dim>>(dim3(checked_int32(blocks, "attention: blocks")),
+                                                   dim3(kThreads), sizeof(Shared<T, dim>), stream,
+                                                   params, "attention");
     });
     if (params.max_splits == 1 || p.batch == 0) return;
     const std::int64_t rows = std::int64_t{p.batch} * p.kv_heads * params.max_rows;
     const int grid = checked_int32(ceil_div<std::int64_t>(rows, kCombineRows), "attention: rows");
-    device::launch_chained<combine_kernel<T>>(dim3(grid), dim3(kCombineRows * device::kWarpSize), 0, stream, params,
-                                              "attention: combine");
+    device::launch_chained<combine_kernel<T>>(dim3(grid), dim3(kCombineRows * device::kWarpSize), 0,
+                                              stream, params, "attention: combine");
   });
 }
 
