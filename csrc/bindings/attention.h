@@ -93,7 +93,11 @@ std::tuple<Tensor, Tensor> run_attention(const Backend& on, AttentionParams& p, 
     const std::int64_t needed = attention_config::workspace_bytes(p, p.q_scale != nullptr);
     OptionalTensor space = workspace;
     if (space) {
-      Expect(*space, "workspace").on_device_of(q, "q").dtype(DType::kUInt8).contiguous().aligned(16);
+      Expect(*space, "workspace")
+          .on_device_of(q, "q")
+          .dtype(DType::kUInt8)
+          .contiguous()
+          .aligned(16);
       check(space->numel() >= needed, "workspace: expected at least ", needed, " bytes, got ",
             space->numel());
     } else if (needed > 0) {

@@ -282,8 +282,8 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_sc
   return y;
 }
 
-/// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" (in groups of 128) or
-/// "fp8", or "fp8_fp8" for x of fp8 too; rows are taken to be aligned.
+/// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" (in groups of 128)
+/// or "fp8", or "fp8_fp8" for x of fp8 too; rows are taken to be aligned.
 inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                              const std::string& dtype, const std::string& format,
                              const std::string& activation, bool library, bool batch_invariant,

@@ -9,8 +9,8 @@
 #include "kernels/attention_config.h"
 
 /// Flash attention on the CPU. One task owns up to kRows rows of one sequence and KV head, a row
-/// being one query of one head of the group, and walks the visible keys in tiles cut at multiples of
-/// kKeyTile: a row's bits depend neither on the rows beside it nor on where its keys are stored.
+/// being one query of one head of the group, and walks the visible keys in tiles cut at multiples
+/// of kKeyTile: a row's bits depend neither on the rows beside it nor on where its keys are stored.
 namespace ridgeline::cpu {
 namespace {
 

@@ -20,13 +20,15 @@ __device__ __forceinline__ Vec<T> dequantise8(uint2 raw, DType dtype, float scal
     if (dtype == DType::kFloat8E4M3) {
 #pragma unroll
       for (int pair = 0; pair < 2; ++pair) {
-        const float2 two = __half22float2(ptx::e4m3x2_to_half2(static_cast<std::uint16_t>(words[w] >> (16 * pair))));
+        const float2 two = __half22float2(
+            ptx::e4m3x2_to_half2(static_cast<std::uint16_t>(words[w] >> (16 * pair))));
         values[2 * pair] = two.x;
         values[2 * pair + 1] = two.y;
       }
     } else {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) values[i] = static_cast<float>(static_cast<std::int8_t>(words[w] >> (8 * i)));
+      for (int i = 0; i < 4; ++i)
+        values[i] = static_cast<float>(static_cast<std::int8_t>(words[w] >> (8 * i)));
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) out.data[4 * w + i] = from_float<T>(values[i] * scale);
@@ -34,8 +36,8 @@ __device__ __forceinline__ Vec<T> dequantise8(uint2 raw, DType dtype, float scal
   return out;
 }
 
-/// Four e4m3 or int8 values, exactly, as two pairs of fp16: bytes 0 and 1, 2 and 3; or, apart by two,
-/// 0 and 2, 1 and 3.
+/// Four e4m3 or int8 values, exactly, as two pairs of fp16: bytes 0 and 1, 2 and 3; or, apart by
+/// two, 0 and 2, 1 and 3.
 template <DType kType, bool kApart>
 __device__ __forceinline__ void expand_halves(std::uint32_t word, std::uint32_t (&out)[2]) {
   if constexpr (kType == DType::kFloat8E4M3) {
@@ -65,7 +67,7 @@ __device__ __forceinline__ float dequantise(std::uint8_t raw, DType dtype, float
   return __low2float(ptx::e4m3x2_to_half2(raw)) * scale;
 }
 
-// ---- Weights, as operands of mma ----------------------------------------------------------------------------
+// ---- Weights, as operands of mma ----------------------------------------------------------------
 
 /// Two 16-bit floats in a register, as arithmetic and as an operand of mma.
 template <class T> using Pair = typename PairOf<T>::type;

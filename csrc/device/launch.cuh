@@ -14,7 +14,8 @@ inline void cuda_check(cudaError_t error, const char* what) {
   check(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
 
-/// Whether the code loaded for `kernel` is of compute 9.0 or later: older code has no wait, so it must not start early.
+/// Whether the code loaded for `kernel` is of compute 9.0 or later: older code has no wait, so it
+/// must not start early.
 template <class Params>
 bool can_wait(void (*kernel)(Params)) {
   cudaFuncAttributes attributes{};
@@ -22,12 +23,13 @@ bool can_wait(void (*kernel)(Params)) {
   return attributes.ptxVersion >= 90;
 }
 
-/// Launches with programmatic dependent launch allowed: the kernel may start before the one ahead of it ends, and owes
-/// a wait_for_dependencies() in every block before it touches what any kernel of the stream writes.
-/// `cluster` neighbours along the grid's x can read each other's shared memory.
+/// Launches with programmatic dependent launch allowed: the kernel may start before the one ahead
+/// of it ends, and owes a wait_for_dependencies() in every block before it touches what any kernel
+/// of the stream writes. `cluster` neighbours along the grid's x can read each other's shared
+/// memory.
 template <auto kKernel, class Params>
-void launch_chained(dim3 grid, dim3 block, std::size_t shared, Stream stream, const Params& params, const char* name,
-                    int cluster = 1) {
+void launch_chained(dim3 grid, dim3 block, std::size_t shared, Stream stream, const Params& params,
+                    const char* name, int cluster = 1) {
   static const bool chains = can_wait(kKernel);
   cudaLaunchAttribute attributes[2]{};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
@@ -42,7 +44,9 @@ void launch_chained(dim3 grid, dim3 block, std::size_t shared, Stream stream, co
   config.attrs = cluster > 1 ? attributes : attributes + 1;
   config.numAttrs = (cluster > 1 ? 1 : 0) + (chains ? 1 : 0);
   if (shared > 48 * 1024)  // more than a kernel may take unasked, on each device anew
-    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared)), name);
+    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    static_cast<int>(shared)),
+               name);
   if (launch_trace::is_open())
     return record_launch(reinterpret_cast<const void*>(kKernel), config, name);
   cuda_check(cudaLaunchKernelEx(&config, kKernel, params), name);

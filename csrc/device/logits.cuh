@@ -70,8 +70,8 @@ __device__ __forceinline__ void for_each_logit(const T* row, int count, Fn&& fn)
 }
 
 /// A value that at least `wanted` logits of the row reach, little below the wanted-th largest: that
-/// many threads have a maximum of at least it. Requires: all threads of the block call it; wanted is
-/// at most their number; largest is the row's.
+/// many threads have a maximum of at least it. Requires: all threads of the block call it; wanted
+/// is at most their number; largest is the row's.
 __device__ __forceinline__ float bound_of_largest(float thread_max, float largest, int wanted) {
   constexpr int kHalvings = 16;  // of 2^32 keys: within 1/128 of an octave
   const std::uint32_t own = ordered_key(thread_max);

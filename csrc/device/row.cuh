@@ -62,12 +62,12 @@ class HeldRow {
     });
   }
 
-  /// Up to four pieces: also calls fn, told so by its last argument, for the thread's pieces outside
-  /// of the row; they are zeros and stand at column 0. No branch parts the pieces, so that what fn
-  /// loads for one is on its way while another is computed (H200, bf16 layernorm 8192 x 4096:
-  /// 37.6 us with branches, 35.2). Beside eight pieces that takes the registers of other blocks
-  /// (rmsnorm 8192 x 8200: 69.7 us with branches, 78.6).
-  /// kAll: so with any number of pieces, for all threads of a warp to meet in each.
+  /// Up to four pieces: also calls fn, told so by its last argument, for the thread's pieces
+  /// outside of the row; they are zeros and stand at column 0. No branch parts the pieces, so that
+  /// what fn loads for one is on its way while another is computed (H200, bf16 layernorm 8192 x
+  /// 4096: 37.6 us with branches, 35.2). Beside eight pieces that takes the registers of other
+  /// blocks (rmsnorm 8192 x 8200: 69.7 us with branches, 78.6). kAll: so with any number of pieces,
+  /// for all threads of a warp to meet in each.
   template <bool kAll = kVecs <= 4, class Fn>
   __device__ void visit_padded(Fn&& fn) {
 #pragma unroll
@@ -136,8 +136,8 @@ class StreamedRow {
   int cols_;
 };
 
-/// Writes a piece if it is `inside`. Else the compiler moves the whole computation of the piece into
-/// the branch, and the pieces wait for their loads one after the other.
+/// Writes a piece if it is `inside`. Else the compiler moves the whole computation of the piece
+/// into the branch, and the pieces wait for their loads one after the other.
 template <class T, int kCount>
 __device__ __forceinline__ void store_inside(T* p, Vec<T, kCount> piece, bool inside) {
   if constexpr (sizeof(piece) % sizeof(std::uint32_t) == 0) {
@@ -169,9 +169,10 @@ constexpr int kFewRows = 132;
 
 /// Where the next kernel of the chain may start. Its blocks should spread over all SMs: those that
 /// start before this kernel's predecessor has left pile up on some (H200, bf16, chained, started
-/// before and after the wait: 64 x 8192 layernorm with GELU 3.07 us and 2.40, softmax 2.70 and 2.19,
-/// with a residual 3.18 and 2.49; one row the same). Few blocks leave room for all of them, and the
-/// earlier they start the earlier they read weights; many blocks leave none before they end.
+/// before and after the wait: 64 x 8192 layernorm with GELU 3.07 us and 2.40, softmax 2.70
+/// and 2.19, with a residual 3.18 and 2.49; one row the same). Few blocks leave room for all of
+/// them, and the earlier they start the earlier they read weights; many blocks leave none before
+/// they end.
 __device__ __forceinline__ bool leaves_uneven_room() { return gridDim.x > 16 && gridDim.x <= 512; }
 
 __device__ __forceinline__ void start_dependents() {
@@ -192,8 +193,8 @@ struct RowLayout {
 };
 
 /// Calls fn(Type<Row>{}, threads). kStreamVectors: rows wider than registers are streamed 16 bytes
-/// at a time instead of element by element. kFewShares: each of a few rows goes to twice the threads.
-/// kFullRows: rows that allow it are held as full ones.
+/// at a time instead of element by element. kFewShares: each of a few rows goes to twice the
+/// threads. kFullRows: rows that allow it are held as full ones.
 template <class T, bool kStreamVectors, bool kFewShares = false, bool kFullRows = false, class Fn>
 void dispatch_row(const RowLayout& layout, Fn&& fn) {
   constexpr int kWidth = Vec<T>::kSize;

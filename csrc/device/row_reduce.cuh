@@ -5,7 +5,8 @@
 /// Reductions over a row whose bits depend on the row alone, not on how many threads share it: the
 /// elements of a piece in order, the 32 pieces of a segment in butterfly order, then the segments,
 /// which every warp takes from shared memory in one order. So kernels for few and for many rows may
-/// deal pieces out as each likes. A StreamedRow has a segment a warp, of as many pieces as it meets.
+/// deal pieces out as each likes. A StreamedRow has a segment a warp, of as many pieces as it
+/// meets.
 namespace ridgeline::device {
 
 constexpr int kMaxSegments = 128;  // 4096 pieces of a HeldRow
@@ -75,7 +76,8 @@ __device__ float2 reduce_row(Row& row, RowScratch& scratch, Fn of_piece) {
     const float2 value = of_piece(i, column, piece);
     float &first = values[i], &second = values[kEach + i];
     first = Row::kHeld ? (inside ? value.x : First::identity()) : First::combine(first, value.x);
-    second = Row::kHeld ? (inside ? value.y : Second::identity()) : Second::combine(second, value.y);
+    second =
+        Row::kHeld ? (inside ? value.y : Second::identity()) : Second::combine(second, value.y);
   });
   const float value = warp_reduce_each<Both>(values);
   constexpr int kLanes = kWarpSize / 2 / kEach;

@@ -13,7 +13,9 @@ constexpr float kLn2 = 0.6931471805599453f;
 constexpr float kMinusInfinity = -__builtin_huge_valf();
 
 /// What exponents are taken relative to: never -inf, so that -inf minus it is -inf and not NaN.
-__device__ __forceinline__ float exponent_base(float largest) { return largest == kMinusInfinity ? 0.0f : largest; }
+__device__ __forceinline__ float exponent_base(float largest) {
+  return largest == kMinusInfinity ? 0.0f : largest;
+}
 
 /// softcap * tanh(score / softcap), to a few units of 1e-7 of the cap.
 __device__ __forceinline__ float capped(float score, float softcap) {
@@ -21,21 +23,23 @@ __device__ __forceinline__ float capped(float score, float softcap) {
   return softcap * (1.0f - __fdividef(2.0f, e + 1.0f));
 }
 
-/// Two rows of scores spread over a quad as the m16n8 accumulator has them: [..][0..1] belong to the
-/// first row, [..][2..3] to the second.
+/// Two rows of scores spread over a quad as the m16n8 accumulator has them: [..][0..1] belong to
+/// the first row, [..][2..3] to the second.
 struct OnlineSoftmax {
   float largest[2] = {kMinusInfinity, kMinusInfinity};
   float sum[2] = {0.0f, 0.0f};  // of this thread's columns alone
 
-  /// Scores become weights relative to the largest so far. keep[] is what every earlier sum is to be
-  /// multiplied with. Scores times `unit`, which is positive, are in units of log2.
+  /// Scores become weights relative to the largest so far. keep[] is what every earlier sum is to
+  /// be multiplied with. Scores times `unit`, which is positive, are in units of log2.
   template <int kTiles>
-  __device__ __forceinline__ void step(float (&scores)[kTiles][4], float (&keep)[2], float unit = 1.0f) {
+  __device__ __forceinline__ void step(float (&scores)[kTiles][4], float (&keep)[2],
+                                       float unit = 1.0f) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float piece = kMinusInfinity;
 #pragma unroll
-      for (int i = 0; i < kTiles; ++i) piece = fmaxf(piece, fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
+      for (int i = 0; i < kTiles; ++i)
+        piece = fmaxf(piece, fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
       piece = warp_reduce<MaxOrNaN, kQuad>(fmaxf(largest[r], piece * unit));
       const float base = exponent_base(piece);
       keep[r] = ptx::exp2_approx(largest[r] - base);
@@ -60,10 +64,10 @@ struct OnlineSoftmax {
 };
 
 /// Scores whose accumulator has keys as rows and queries as columns: [0] and [2] are this thread's
-/// two keys of its first query, [1] and [3] of its second. A base is raised only by a score far above
-/// it, which spares most steps the exchange between lanes and the scaling of the sums; weights stay
-/// below 2^kSlack, as exact in fp16 and bf16 as those below 1. A base moves by its own query's scores
-/// alone.
+/// two keys of its first query, [1] and [3] of its second. A base is raised only by a score far
+/// above it, which spares most steps the exchange between lanes and the scaling of the sums;
+/// weights stay below 2^kSlack, as exact in fp16 and bf16 as those below 1. A base moves by its own
+/// query's scores alone.
 struct ColumnSoftmax {
   static constexpr float kSlack = 8.0f;
   float base[2] = {kMinusInfinity, kMinusInfinity};  // the same in all lanes of a column
@@ -155,19 +159,20 @@ __device__ __forceinline__ RowEnd quick_end_of_row(float largest, float sum, flo
   return {__fdividef(keep, total), kLn2 * (base + __log2f(total))};
 }
 
-/// Rows as OnlineSoftmax has them, with exponents relative to a base that follows the largest score only
-/// when that is more than kSlack above it: most steps leave the sums alone, and weights stay below
-/// 2^kSlack, as exact in fp16 and bf16 as those below 1. A row's base moves by its own scores alone.
-/// It comes to lie kBelow under the largest: the largest weights of a row fill a narrow format's range.
+/// Rows as OnlineSoftmax has them, with exponents relative to a base that follows the largest score
+/// only when that is more than kSlack above it: most steps leave the sums alone, and weights stay
+/// below 2^kSlack, as exact in fp16 and bf16 as those below 1. A row's base moves by its own scores
+/// alone. It comes to lie kBelow under the largest: the largest weights of a row fill a narrow
+/// format's range.
 template <int kBelow>
 struct LazySoftmaxBelow {
   static constexpr float kSlack = 8.0f;
   float base[2] = {kMinusInfinity, kMinusInfinity};
   float sum[2] = {0.0f, 0.0f};  // of this thread's columns alone
 
-  /// The scores of one step are seen. keep[] is what every earlier sum is to be multiplied with: mostly
-  /// 1. Scores times `unit` are in units of log2; weights times values of up to 2^above stay below
-  /// 2^kSlack.
+  /// The scores of one step are seen. keep[] is what every earlier sum is to be multiplied with,
+  /// mostly 1. Scores times `unit` are in units of log2; weights times values of up to 2^above stay
+  /// below 2^kSlack.
   template <int kTiles>
   __device__ __forceinline__ void raise(const float (&scores)[kTiles][4], float (&keep)[2],
                                         const float (&unit)[2], float above = 0.0f) {
@@ -230,8 +235,8 @@ struct LazySoftmaxBelow {
   }
 };
 
-/// kParts parts of a row a lane of a warp: their bases become the powers of two that bring their sums
-/// to a common one. totals: joined by pairs, then pairs of pairs, as lanes lie.
+/// kParts parts of a row a lane of a warp: their bases become the powers of two that bring their
+/// sums to a common one. totals: joined by pairs, then pairs of pairs, as lanes lie.
 template <int kParts>
 __device__ __forceinline__ RowEnd weigh_parts(float (&bases)[kParts], const float (&totals)[kParts],
                                               float sink) {

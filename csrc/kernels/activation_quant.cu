@@ -54,8 +54,8 @@ __device__ void store_codes(std::uint8_t* codes, device::Vec<float, kWidth> valu
 // ---- Kernels ------------------------------------------------------------------------------------
 
 /// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of both halves
-/// that Row deals it. The product of a held row is kept in fp32. Shared memory: one float a warp. Bytes:
-/// both halves in, codes out: bandwidth.
+/// that Row deals it. The product of a held row is kept in fp32. Shared memory: one float a warp.
+/// Bytes: both halves in, codes out: bandwidth.
 template <class T, class Row>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     gated_rows_kernel(const __grid_constant__ GatedQuantParams params) {
@@ -91,9 +91,9 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   });
 }
 
-/// Grid: the groups of all rows, one dimension. Block: 128 threads; a group of 128 columns belongs to
-/// neighbours, a piece of 16 bytes of each half a thread, kEach groups at a time; element by element
-/// where rows are not aligned. Bytes: both halves in, codes out: bandwidth.
+/// Grid: the groups of all rows, one dimension. Block: 128 threads; a group of 128 columns belongs
+/// to neighbours, a piece of 16 bytes of each half a thread, kEach groups at a time; element by
+/// element where rows are not aligned. Bytes: both halves in, codes out: bandwidth.
 template <class T, int kWidth, int kEach>
 __global__ void __launch_bounds__(kGroupThreads)
     gated_groups_kernel(const __grid_constant__ GatedQuantParams params) {

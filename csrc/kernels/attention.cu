@@ -12,14 +12,14 @@ namespace {
 
 using namespace attention_tile;
 
-// ---- Constants ---------------------------------------------------------------------------------------------------
+// ---- Constants ----------------------------------------------------------------------------------
 
 constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * device::kWarpSize;
 constexpr int kMaxDim = 256;
 constexpr int kPerLane = kMaxDim / device::kWarpSize;  // columns a lane keeps in registers
 
-// ---- Shared memory -----------------------------------------------------------------------------------------------
+// ---- Shared memory ------------------------------------------------------------------------------
 
 struct Shared {
   float sums[kWarps][kMaxDim];
@@ -27,10 +27,11 @@ struct Shared {
   float total[kWarps];
 };
 
-// ---- Phases ------------------------------------------------------------------------------------------------------
+// ---- Phases -------------------------------------------------------------------------------------
 
 /// One element of a cache row as the model means it.
-__device__ __forceinline__ float load_element(const char* row, int column, DType dtype, float scale) {
+__device__ __forceinline__ float load_element(const char* row, int column, DType dtype,
+                                              float scale) {
   if (dtype == DType::kFloat32) return reinterpret_cast<const float*>(row)[column];
   return device::dequantise(static_cast<std::uint8_t>(row[column]), dtype, scale);
 }
@@ -43,7 +44,8 @@ struct Row {
   __device__ __forceinline__ Row(const Keys& keys, const Slot& slot)
       : data(keys.data + slot.batch * keys.stride_batch + slot.row * keys.stride_row), scale(1.0f) {
     if (keys.scale)
-      scale = device::to_float(keys.scale[slot.batch * keys.stride_scale_batch + slot.row * keys.stride_scale_row]);
+      scale = device::to_float(
+          keys.scale[slot.batch * keys.stride_scale_batch + slot.row * keys.stride_scale_row]);
   }
 };
 
@@ -69,7 +71,8 @@ struct Gathered {
   }
 };
 
-__device__ __forceinline__ float dot(const float (&q)[kPerLane], const AttentionParams& p, const Row& key) {
+__device__ __forceinline__ float dot(const float (&q)[kPerLane], const AttentionParams& p,
+                                     const Row& key) {
   const int lane = threadIdx.x % device::kWarpSize;
   float sum = 0.0f;
 #pragma unroll
@@ -81,7 +84,8 @@ __device__ __forceinline__ float dot(const float (&q)[kPerLane], const Attention
 }
 
 /// The warps' parts joined in their order, by all threads.
-__device__ __forceinline__ void store_row(const AttentionParams& p, const Work& work, const Shared& shared) {
+__device__ __forceinline__ void store_row(const AttentionParams& p, const Work& work,
+                                          const Shared& shared) {
   const float sink = sink_of(p, work.head(work.first_row));
   float largest = sink * device::kLn2;
   for (int w = 0; w < kWarps; ++w) largest = fmaxf(largest, shared.largest[w]);
@@ -102,12 +106,13 @@ __device__ __forceinline__ void store_row(const AttentionParams& p, const Work& 
   if (threadIdx.x == 0) store_lse(p, work, work.first_row, base + logf(total));
 }
 
-// ---- Kernel ------------------------------------------------------------------------------------------------------
+// ---- Kernel -------------------------------------------------------------------------------------
 
-/// Attention in fp32 on the CUDA cores: no tensor core takes fp32 without rounding it. Grid: (sequence, query, head),
-/// and a sequence's share once more where rows may belong to none. A block owns one row; warp w owns every fourth key
-/// and keeps its sums in registers.
-__global__ void __launch_bounds__(kThreads) plain_kernel(const __grid_constant__ AttentionParams p) {
+/// Attention in fp32 on the CUDA cores: no tensor core takes fp32 without rounding it. Grid:
+/// (sequence, query, head), and a sequence's share once more where rows may belong to none. A block
+/// owns one row; warp w owns every fourth key and keeps its sums in registers.
+__global__ void __launch_bounds__(kThreads)
+    plain_kernel(const __grid_constant__ AttentionParams p) {
   __shared__ Shared shared;
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
@@ -143,7 +148,8 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const __grid_constant__
     gathered.add(score, p, Row(values, slot));
   }
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) shared.sums[warp][lane + i * device::kWarpSize] = gathered.sums[i];
+  for (int i = 0; i < kPerLane; ++i)
+    shared.sums[warp][lane + i * device::kWarpSize] = gathered.sums[i];
   if (lane == 0) {
     shared.largest[warp] = gathered.largest;
     shared.total[warp] = gathered.total;
@@ -154,7 +160,7 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const __grid_constant__
 
 }  // namespace
 
-// ---- Launch ------------------------------------------------------------------------------------------------------
+// ---- Launch -------------------------------------------------------------------------------------
 
 namespace attention_launch {
 
@@ -162,8 +168,8 @@ void plain(const AttentionParams& p, Stream stream) {
   if (p.max_q == 0) return;
   const std::int64_t sequences = std::int64_t{p.batch} + (p.cu_q != nullptr ? 1 : 0);
   const std::int64_t blocks = sequences * p.max_q * p.heads;
-  device::launch_chained<plain_kernel>(dim3(checked_int32(blocks, "attention: blocks")), dim3(kThreads), 0, stream, p,
-                                       "attention");
+  device::launch_chained<plain_kernel>(dim3(checked_int32(blocks, "attention: blocks")),
+                                       dim3(kThreads), 0, stream, p, "attention");
 }
 
 }  // namespace attention_launch
@@ -214,7 +220,8 @@ void few_queries(const AttentionParams& p, Stream stream) {
 /// The same, where all sequences begin with the same keys: these are read once.
 void common_prefix(const AttentionParams& p, Stream stream) {
   launch_trace::note_choice([&] {
-    return "the " + std::to_string(p.shared_keys) + " shared keys once for all sequences: splits of " +
+    return "the " + std::to_string(p.shared_keys) +
+           " shared keys once for all sequences: splits of " +
            std::to_string(config::common_split_keys(p.shared_keys));
   });
   attention_launch::common_sm90(p, stream);

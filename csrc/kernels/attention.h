@@ -17,8 +17,8 @@ namespace ridgeline {
 /// the keys n with max(k_start, p - window + 1) <= n, and n <= p if causal. A row that sees no key
 /// and has no sink is zero with lse -inf.
 ///
-/// Roofline: 4 * D flops a visible pair and query head. Prefill is bound by the tensor cores; decode
-/// reads each key and value once, 2 * Hkv * D * size_of(kv_dtype) bytes a key: bandwidth.
+/// Roofline: 4 * D flops a visible pair and query head. Prefill is bound by the tensor cores;
+/// decode reads each key and value once, 2 * Hkv * D * size_of(kv_dtype) bytes a key: bandwidth.
 struct AttentionParams {
   DType dtype;     // of out, and of q unless q_scale is given
   DType kv_dtype;  // dtype, float8_e4m3fn or int8
@@ -75,8 +75,9 @@ struct AttentionParams {
   std::int32_t* counters;  // [batch * kv_heads + 2], zero before and after; null: one kernel more
 };
 
-/// Throws std::invalid_argument if the shape is not covered. Enqueues one to three kernels; allocates
-/// nothing. Lengths and ids are read on the device: ids out of range read block 0, lengths are clamped.
+/// Throws std::invalid_argument if the shape is not covered. Enqueues one to three kernels;
+/// allocates nothing. Lengths and ids are read on the device: ids out of range read block 0,
+/// lengths are clamped.
 void attention(const AttentionParams& params, Stream stream);
 
 /// Joins two attentions of the same queries over disjoint keys:

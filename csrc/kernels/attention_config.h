@@ -41,8 +41,10 @@ constexpr Sequence sequence_of(const AttentionParams& p, std::int32_t b) {
     const std::int64_t end = clamped(p.cu_k[b + 1], s.k_begin, p.total_k);
     s.k_len = static_cast<std::int32_t>(clamped(end - s.k_begin, 0, p.max_k));
   }
-  if (p.seq_lens != nullptr) s.k_len = static_cast<std::int32_t>(clamped(p.seq_lens[b], 0, p.max_k));
-  if (p.k_start != nullptr) s.k_start = static_cast<std::int32_t>(clamped(p.k_start[b], 0, s.k_len));
+  if (p.seq_lens != nullptr)
+    s.k_len = static_cast<std::int32_t>(clamped(p.seq_lens[b], 0, p.max_k));
+  if (p.k_start != nullptr)
+    s.k_start = static_cast<std::int32_t>(clamped(p.k_start[b], 0, s.k_len));
   if (p.leaves_shared) s.k_start = greater(s.k_start, lesser(p.shared_keys, s.k_len));
   return s;
 }
@@ -144,8 +146,8 @@ constexpr bool has_packed_rows(const AttentionParams& p) {
   return rows > kMmaRows && p.heads / p.kv_heads <= kFewRows;
 }
 
-/// Whether that kernel takes every sequence of the call, so that no other is launched: all bring few
-/// queries, and some may have such rows or shared keys are read apart.
+/// Whether that kernel takes every sequence of the call, so that no other is launched: all bring
+/// few queries, and some may have such rows or shared keys are read apart.
 constexpr bool packs_all(const AttentionParams& p) {
   return is_split(p, p.max_q) && (p.leaves_shared || has_packed_rows(p));
 }

@@ -9,8 +9,8 @@ namespace ridgeline::attention_launch {
 /// of no sequence. fp16 and bf16.
 void split(const AttentionParams& params, Stream stream);
 
-/// The same on Hopper, where covers_decode_sm90() is true: keys by the copy engine, splits joined in
-/// the same launch if there are counters. fp8 and int8 caches have a file of their own.
+/// The same on Hopper, where covers_decode_sm90() is true: keys by the copy engine, splits joined
+/// in the same launch if there are counters. fp8 and int8 caches have a file of their own.
 void decode_sm90(const AttentionParams& params, Stream stream);
 void decode_quantised_sm90(const AttentionParams& params, Stream stream);
 bool covers_decode_sm90(const AttentionParams& params);
@@ -36,8 +36,8 @@ const char* prefill_obstacle(const AttentionParams& params);
 void prefill_fp8_sm90(const AttentionParams& params, Stream stream);
 const char* prefill_fp8_obstacle(const AttentionParams& params);
 
-/// Quantised queries in bf16, in the workspace, and params that read these. `few_only`: only those of
-/// sequences of few queries.
+/// Quantised queries in bf16, in the workspace, and params that read these. `few_only`: only those
+/// of sequences of few queries.
 AttentionParams expand_queries(const AttentionParams& params, bool few_only, Stream stream);
 
 /// All sequences, on the CUDA cores in fp32.

@@ -9,12 +9,12 @@ namespace {
 
 using namespace attention_tile;
 
-// ---- Constants ---------------------------------------------------------------------------------------------------
+// ---- Constants ----------------------------------------------------------------------------------
 
 constexpr int kKeys = config::kKeyTile;
 
-/// Eight warps of 16 rows share a tile of keys; from 192 columns on four, so that a warp's sums fit its registers
-/// and two blocks an SM.
+/// Eight warps of 16 rows share a tile of keys; from 192 columns on four, so that a warp's sums fit
+/// its registers and two blocks an SM.
 template <int kDim>
 constexpr int kWarps = kDim <= 128 ? 8 : 4;
 template <int kDim>
@@ -22,7 +22,7 @@ constexpr int kRows = kWarps<kDim> * kWarpRows;
 template <int kDim>
 constexpr int kThreads = kWarps<kDim> * device::kWarpSize;
 
-// ---- Shared memory -----------------------------------------------------------------------------------------------
+// ---- Shared memory ------------------------------------------------------------------------------
 
 template <class T, int kDim>
 struct Shared {
@@ -40,7 +40,7 @@ struct SharedQuantised {
   float scale[kKeys];  // of the tile being expanded
 };
 
-// ---- Phases ------------------------------------------------------------------------------------------------------
+// ---- Phases -------------------------------------------------------------------------------------
 
 /// The two homes of a tile of K or of V, found from the shared memory's base where they are needed.
 template <Part kPart, class T, int kDim>
@@ -55,45 +55,51 @@ __device__ __forceinline__ char* raw_of(Shared<T, kDim>& shared) {
 }
 
 template <Part kPart, class T, int kDim>
-__device__ __forceinline__ void request_tile(const AttentionParams& p, const Work& work, Shared<T, kDim>& shared,
-                                             int n0, config::KeyRange live) {
+__device__ __forceinline__ void request_tile(const AttentionParams& p, const Work& work,
+                                             Shared<T, kDim>& shared, int n0,
+                                             config::KeyRange live) {
   const bool expands = p.k_scale != nullptr;
-  char* const tile = expands ? raw_of<kPart>(shared) : reinterpret_cast<char*>(tile_of<kPart>(shared));
+  char* const tile =
+      expands ? raw_of<kPart>(shared) : reinterpret_cast<char*>(tile_of<kPart>(shared));
   const int row_bytes = expands ? kDim : kPitch<kDim> * static_cast<int>(sizeof(T));
 #pragma unroll 1
   for (int n = 0; n < kKeys; n += kGroup)
-    request_group<kPart, kDim, kThreads<kDim>>(p, work, tile + n * row_bytes, n0 + n, live, threadIdx.x);
+    request_group<kPart, kDim, kThreads<kDim>>(p, work, tile + n * row_bytes, n0 + n, live,
+                                               threadIdx.x);
 }
 
-/// Waits for a requested tile and expands it if it is quantised. All threads call it; kPending groups of copies may
-/// still be under way.
+/// Waits for a requested tile and expands it if it is quantised. All threads call it; kPending
+/// groups of copies may still be under way.
 template <Part kPart, int kPending, class T, int kDim>
-__device__ __forceinline__ void acquire_tile(const AttentionParams& p, const Work& work, Shared<T, kDim>& shared,
-                                             int n0, config::KeyRange live) {
+__device__ __forceinline__ void acquire_tile(const AttentionParams& p, const Work& work,
+                                             Shared<T, kDim>& shared, int n0,
+                                             config::KeyRange live) {
   ptx::wait_copies<kPending>();
   if (p.k_scale == nullptr) {
     __syncthreads();  // the tile is there for all
     return;
   }
   auto& quantised = *reinterpret_cast<SharedQuantised<kDim>*>(&shared + 1);
-  if (threadIdx.x < kKeys) quantised.scale[threadIdx.x] = load_scale<kPart>(p, work, n0 + threadIdx.x, live);
+  if (threadIdx.x < kKeys)
+    quantised.scale[threadIdx.x] = load_scale<kPart>(p, work, n0 + threadIdx.x, live);
   __syncthreads();  // the stored rows and their scales are there for all
-  dequantise_tile<T, kDim, kKeys, kThreads<kDim>>(raw_of<kPart>(shared), quantised.scale, p.kv_dtype,
-                                                  tile_of<kPart>(shared), threadIdx.x);
+  dequantise_tile<T, kDim, kKeys, kThreads<kDim>>(raw_of<kPart>(shared), quantised.scale,
+                                                  p.kv_dtype, tile_of<kPart>(shared), threadIdx.x);
   __syncthreads();  // the expanded tile is there for all
 }
 
 /// The warp's 16 rows through shared memory, so that each is written in 16-byte pieces.
 template <class T, int kDim>
-__device__ __forceinline__ void store_rows(const AttentionParams& p, const Work& work, WarpRows<kDim>& rows, T* tile,
-                                           int first_row) {
+__device__ __forceinline__ void store_rows(const AttentionParams& p, const Work& work,
+                                           WarpRows<kDim>& rows, T* tile, int first_row) {
   const int lane = threadIdx.x % device::kWarpSize;
   rows.softmax.join_quad();
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int row = first_row + lane / 4 + 8 * r;
     const float sink = sink_of(p, work.head(min(row, work.rows - 1)));
-    const device::RowEnd end = device::end_of_row(rows.softmax.largest[r], rows.softmax.sum[r], sink);
+    const device::RowEnd end =
+        device::end_of_row(rows.softmax.largest[r], rows.softmax.sum[r], sink);
     if (lane % 4 == 0 && row < work.rows) store_lse(p, work, row, end.lse);
     T* to = tile + (lane / 4 + 8 * r) * kPitch<kDim> + lane % 4 * 2;
 #pragma unroll
@@ -112,18 +118,20 @@ __device__ __forceinline__ void store_rows(const AttentionParams& p, const Work&
   }
 }
 
-// ---- Kernel ------------------------------------------------------------------------------------------------------
+// ---- Kernel -------------------------------------------------------------------------------------
 
 struct PrefillParams {
   AttentionParams attention;
   int tiles;  // of kRows rows, of the longest sequence
 };
 
-/// Grid: (sequence, KV head, tile of rows), the last rows first: they see the most keys when causal. A block owns
-/// kRows rows and walks their visible keys in tiles of 64; a warp owns 16 rows. K of the next tile is on its way
-/// while the weights meet V, and V while K meets the queries. Sums in fp32 registers.
+/// Grid: (sequence, KV head, tile of rows), the last rows first: they see the most keys when
+/// causal. A block owns kRows rows and walks their visible keys in tiles of 64; a warp owns 16
+/// rows. K of the next tile is on its way while the weights meet V, and V while K meets the
+/// queries. Sums in fp32 registers.
 template <class T, int kDim>
-__global__ void __launch_bounds__(kThreads<kDim>, 2) prefill_kernel(const __grid_constant__ PrefillParams params) {
+__global__ void __launch_bounds__(kThreads<kDim>, 2)
+    prefill_kernel(const __grid_constant__ PrefillParams params) {
   extern __shared__ __align__(16) char memory[];
   auto& shared = *reinterpret_cast<Shared<T, kDim>*>(memory);
   const AttentionParams& p = params.attention;
@@ -131,14 +139,16 @@ __global__ void __launch_bounds__(kThreads<kDim>, 2) prefill_kernel(const __grid
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const int pair = blockIdx.x / params.tiles;
-  Work work{.batch = pair / p.kv_heads, .kv_head = pair % p.kv_heads, .group = p.heads / p.kv_heads};
+  Work work{
+      .batch = pair / p.kv_heads, .kv_head = pair % p.kv_heads, .group = p.heads / p.kv_heads};
   work.sequence = config::sequence_of(p, work.batch);
   work.first_row = (params.tiles - 1 - static_cast<int>(blockIdx.x) % params.tiles) * kRows<kDim>;
   work.rows = work.sequence.q_len * work.group;
   if (config::is_split(p, work.sequence.q_len) || work.first_row >= work.rows) return;
 
   const int last_row = min(work.first_row + kRows<kDim>, work.rows) - 1;
-  const config::KeyRange first_sees = config::visible_keys(p, work.sequence, work.query(work.first_row));
+  const config::KeyRange first_sees =
+      config::visible_keys(p, work.sequence, work.query(work.first_row));
   const config::KeyRange last_sees = config::visible_keys(p, work.sequence, work.query(last_row));
   const config::KeyRange live{first_sees.begin, last_sees.end};
 
@@ -176,7 +186,7 @@ __global__ void __launch_bounds__(kThreads<kDim>, 2) prefill_kernel(const __grid
 
 }  // namespace
 
-// ---- Launch ------------------------------------------------------------------------------------------------------
+// ---- Launch -------------------------------------------------------------------------------------
 
 namespace attention_launch {
 
@@ -185,12 +195,15 @@ void prefill(const AttentionParams& p, Stream stream) {
     using T = typename decltype(type)::type;
     dispatch_at_least<64, 96, 128, 192, 256>(p.head_dim, "attention: head size", [&](auto dim) {
       const std::int64_t rows = std::int64_t{p.max_q} * (p.heads / p.kv_heads);
-      PrefillParams params{.attention = p, .tiles = checked_int32(ceil_div<std::int64_t>(rows, kRows<dim>),
-                                                                  "attention: tiles of a sequence")};
+      PrefillParams params{.attention = p,
+                           .tiles = checked_int32(ceil_div<std::int64_t>(rows, kRows<dim>),
+                                                  "attention: tiles of a sequence")};
       const std::int64_t blocks = std::int64_t{p.batch} * p.kv_heads * params.tiles;
-      const std::size_t shared = sizeof(Shared<T, dim>) + (p.k_scale ? sizeof(SharedQuantised<dim>) : 0);
-      device::launch_chained<prefill_kernel<T, dim>>(dim3(checked_int32(blocks, "attention: blocks")),
-                                                            dim3(kThreads<dim>), shared, stream, params, "attention");
+      const std::size_t shared =
+          sizeof(Shared<T, dim>) + (p.k_scale ? sizeof(SharedQuantised<dim>) : 0);
+      device::launch_chained<prefill_kernel<T, dim>>(
+          dim3(checked_int32(blocks, "attention: blocks")), dim3(kThreads<dim>), shared, stream,
+          params, "attention");
     });
   });
 }

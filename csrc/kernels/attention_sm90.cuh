@@ -103,9 +103,10 @@ struct Producer {
     return work;
   }
 
-  /// The queries of a work; with them the work itself becomes visible to the consumers. The lane that
-  /// wrote it arrives itself, and all who read it meet at the named barrier: racecheck sees no order
-  /// through another thread. H200, 24 shapes of head sizes 64 and 128: 0.4% of their mean rate.
+  /// The queries of a work; with them the work itself becomes visible to the consumers. The lane
+  /// that wrote it arrives itself, and all who read it meet at the named barrier: racecheck sees no
+  /// order through another thread. H200, 24 shapes of head sizes 64 and 128: 0.4% of their mean
+  /// rate.
   __device__ __forceinline__ void request_queries(const Work& work) {
     const AttentionParams& p = launch.attention;
     std::uint64_t* full = &shared.q_full[queries.slot];

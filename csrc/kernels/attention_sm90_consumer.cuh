@@ -8,9 +8,9 @@ namespace ridgeline::attention_sm90 {
 
 constexpr int kStepBytes = 32;  // 16 columns of an operand, the depth of one wgmma
 
-/// Keeps in registers 64 rows of sums, one tile of scores, and the weights of the tile before. Scores of
-/// a tile are on the tensor cores together with the values of the tile before, also where that ends
-/// the work before: the pipeline does not drain between works.
+/// Keeps in registers 64 rows of sums, one tile of scores, and the weights of the tile before.
+/// Scores of a tile are on the tensor cores together with the values of the tile before, also where
+/// that ends the work before: the pipeline does not drain between works.
 template <class Tile>
 struct Consumer {
   using T = typename Tile::T;
@@ -138,9 +138,9 @@ struct Consumer {
     softmax.weigh(scores, keep, unit);
   }
 
-  /// ptxas moves arithmetic behind a wait for the tensor cores wherever nothing stops it, and then the
-  /// softmax does not run beside them. This store needs some of the weights, and stays before the wait.
-  /// H200, head size 128, 16k keys, full: 576 TFLOP/s without it, 595 with it.
+  /// ptxas moves arithmetic behind a wait for the tensor cores wherever nothing stops it, and then
+  /// the softmax does not run beside them. This store needs some of the weights, and stays before
+  /// the wait. H200, head size 128, 16k keys, full: 576 TFLOP/s without it, 595 with it.
   __device__ __forceinline__ void anchor() {
     constexpr int kLast = Tile::kKeys / 8 - 1;
     volatile float* to = &shared.anchor[threadIdx.x - kWarpgroup];
@@ -198,8 +198,8 @@ struct Consumer {
     ring.next();
   }
 
-  /// The scores of a work's first tile, with no values to multiply beside them. `dropped`: the keys of
-  /// the first tile to skip are gone already.
+  /// The scores of a work's first tile, with no values to multiply beside them. `dropped`: the keys
+  /// of the first tile to skip are gone already.
   __device__ __forceinline__ void start_work(bool dropped) {
     if (now.skip > 0 && !dropped) drop();
 #pragma unroll 1
@@ -281,14 +281,15 @@ struct Consumer {
     store(of, softmax);
   }
 
-  /// The warp's 16 rows from registers: neighbouring lanes trade pieces of two columns, so that a store
-  /// of the warp fills whole sectors of 32 bytes, and queries need not wait for the output to leave
-  /// their shared memory. H200, causal, 512 keys, us, through shared memory and so: head size 64 156
-  /// and 142, 128 118 and 104, 256 119 and 104; full 187 and 182, 137 and 133, 141 and 140.
+  /// The warp's 16 rows from registers: neighbouring lanes trade pieces of two columns, so that a
+  /// store of the warp fills whole sectors of 32 bytes, and queries need not wait for the output to
+  /// leave their shared memory. H200, causal, 512 keys, us, through shared memory and so: head size
+  /// 64 156 and 142, 128 118 and 104, 256 119 and 104; full 187 and 182, 137 and 133, 141 and 140.
   __device__ __forceinline__ void store(const Current& of, device::LazySoftmax softmax) {
     const int thread = ptx::thread_index(), lane = thread % device::kWarpSize, row = row_of(thread);
     const Work& work = shared.work[of.work_slot];
-    const int left = work.sequence.q_len - work.first_query - row;  // rows from this lane's first on
+    // Rows from this lane's first on.
+    const int left = work.sequence.q_len - work.first_query - row;
     const std::int64_t query = work.sequence.q_begin + work.first_query + row;
     const int batch = work.batch, head = work.head;
     softmax.join_quad();

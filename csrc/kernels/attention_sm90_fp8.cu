@@ -9,10 +9,10 @@ using namespace attention_sm90;
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// Prefill on Hopper with queries, keys, values and weights in e4m3. Grid: at most one block an SM. As
-/// prefill_sm90_kernel, and one warpgroup more: it turns each tile of values, since wgmma takes bytes
-/// with keys contiguous only, and reads the scales. Sums in fp32, of products that the tensor cores
-/// keep to about 14 bits.
+/// Prefill on Hopper with queries, keys, values and weights in e4m3. Grid: at most one block an SM.
+/// As prefill_sm90_kernel, and one warpgroup more: it turns each tile of values, since wgmma takes
+/// bytes with keys contiguous only, and reads the scales. Sums in fp32, of products that the tensor
+/// cores keep to about 14 bits.
 ///
 /// Roofline: 4 * head_dim flops a visible pair at twice the rate of bf16; as many cycles go to the
 /// exponentials, and as many to shared memory, of which turning is a quarter.

@@ -7,8 +7,8 @@ namespace ridgeline::attention_sm90 {
 
 constexpr int kTurned = 10;  // named barrier of the warps that turn values
 
-/// Queries, keys and values are e4m3 codes; a head of fewer columns is padded with zeros by the copy
-/// engine.
+/// Queries, keys and values are e4m3 codes; a head of fewer columns is padded with zeros by the
+/// copy engine.
 struct Fp8Tile {
   using T = std::uint8_t;
   static constexpr int kSize = 128;
@@ -29,9 +29,10 @@ struct Fp8Tile {
   static constexpr int kProducerRegisters = 40;
 };
 
-/// A tile of values with keys contiguous, as wgmma takes e4m3, and the scales of its keys. Row n holds
-/// column 16 * (n / 16) + 2 * (n % 8) + n / 8 % 2 of the values; of each 16 keys, byte 4 * t + 2 * h + c
-/// holds key 8 * h + 2 * t + c: the order in which a thread has the weights of its rows.
+/// A tile of values with keys contiguous, as wgmma takes e4m3, and the scales of its keys. Row n
+/// holds column 16 * (n / 16) + 2 * (n % 8) + n / 8 % 2 of the values; of each 16 keys, byte 4 * t
+/// + 2 * h + c holds key 8 * h + 2 * t + c: the order in which a thread has the weights of its
+/// rows.
 struct TurnedValues {
   alignas(1024) std::uint8_t data[128][kRowBytes];
 };
@@ -57,7 +58,8 @@ struct Shared<Fp8Tile> {
   float anchor[Tile::kConsumerThreads];  // see Consumer::anchor
 };
 
-/// Four warps: each turns 32 keys of every tile of values, and a thread reads the scales of one key.
+/// Four warps: each turns 32 keys of every tile of values, and a thread reads the scales of one
+/// key.
 struct Turner {
   using Tile = Fp8Tile;
   struct Pair {
@@ -123,8 +125,9 @@ struct Turner {
       if (!kWhole)
 #pragma unroll
         for (int i = 0; i < 4; ++i) m[i] &= keep[i];
-      const std::uint32_t rows[4] = {__byte_perm(m[0], m[1], 0x6420), __byte_perm(m[0], m[1], 0x7531),
-                                     __byte_perm(m[2], m[3], 0x6420), __byte_perm(m[2], m[3], 0x7531)};
+      const std::uint32_t rows[4] = {
+          __byte_perm(m[0], m[1], 0x6420), __byte_perm(m[0], m[1], 0x7531),
+          __byte_perm(m[2], m[3], 0x6420), __byte_perm(m[2], m[3], 0x7531)};
       ptx::stmatrix(&to[16 * c + n][((2 * w + matrix / 2) ^ row) * 16], rows);
     }
   }

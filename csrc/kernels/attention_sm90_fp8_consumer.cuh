@@ -6,11 +6,12 @@
 /// What one warpgroup of the Hopper prefill kernel in fp8 does with the tiles.
 namespace ridgeline::attention_sm90 {
 
-/// As Consumer, without turns (H200, causal, 16k keys: 639 TFLOP/s without, 621 with them). Scores are
-/// scaled by key and query on their way to weights; a weight times its value's scale is rounded to
-/// e4m3, and the base of a row's exponents lies under the largest score and the tile's largest scale
-/// together, so that these products fill e4m3's range whatever the scales are. Sums of a tile begin
-/// anew and are added in fp32: one sum of 16k values of mean 1 and deviation 1 came out 12% too small.
+/// As Consumer, without turns (H200, causal, 16k keys: 639 TFLOP/s without, 621 with them). Scores
+/// are scaled by key and query on their way to weights; a weight times its value's scale is rounded
+/// to e4m3, and the base of a row's exponents lies under the largest score and the tile's largest
+/// scale together, so that these products fill e4m3's range whatever the scales are. Sums of a tile
+/// begin anew and are added in fp32: one sum of 16k values of mean 1 and deviation 1 came out 12%
+/// too small.
 struct Fp8Consumer {
   using Tile = Fp8Tile;
   using Softmax = device::LazySoftmaxBelow<6>;  // rows' largest products between 2^6 and 2^8
@@ -81,7 +82,8 @@ struct Fp8Consumer {
   /// Half of the values of a tile; the first half begins new sums.
   template <int kHalf>
   __device__ __forceinline__ void issue_values() {
-    const std::uint64_t v = ptx::swizzled_operand(shared.turned[turned.slot].data, 16, 8 * kRowBytes);
+    const std::uint64_t v =
+        ptx::swizzled_operand(shared.turned[turned.slot].data, 16, 8 * kRowBytes);
     constexpr int kSteps = Tile::kKeys / 32 / 2;
     ptx::wgmma_fence();
 #pragma unroll
@@ -215,7 +217,8 @@ struct Fp8Consumer {
   __device__ __forceinline__ void store(const Current& of) {
     const int thread = ptx::thread_index(), lane = thread % device::kWarpSize, row = row_of(thread);
     const Work& work = shared.work[of.work_slot];
-    const int left = work.sequence.q_len - work.first_query - row;  // rows from this lane's first on
+    // Rows from this lane's first on.
+    const int left = work.sequence.q_len - work.first_query - row;
     const std::int64_t query = work.sequence.q_begin + work.first_query + row;
     softmax.join_quad();
     const float sink = attention_tile::sink_of(p, work.head);

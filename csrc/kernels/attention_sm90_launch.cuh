@@ -26,9 +26,9 @@ constexpr std::int64_t kCacheBytes = 32 << 20;  // of the L2 cache, for keys and
 constexpr int kSequences = device::kWarpSize;   // side by side at most: one a lane of Order
 
 /// Whose works run side by side: as many as the L2 cache holds the keys and values of. Equal works
-/// have no tail to fear, and then two works an SM are enough: more would first ask memory for all keys
-/// at once and later for none. H200, full, 1024 keys, head size 128: 504 TFLOP/s with as many as fit,
-/// 524 with two.
+/// have no tail to fear, and then two works an SM are enough: more would first ask memory for all
+/// keys at once and later for none. H200, full, 1024 keys, head size 128: 504 TFLOP/s with as many
+/// as fit, 524 with two.
 template <class Tile>
 void set_order(const AttentionParams& p, Launch& launch) {
   const std::int64_t keys = p.cu_k ? ceil_div<std::int64_t>(p.total_k, p.batch) : p.max_k;

@@ -22,7 +22,7 @@ constexpr int kWorkFound = 1;      // named barriers: between these two warps, .
 constexpr int kFirstTurn = 2;      // ... the turns of two warpgroups, ...
 constexpr int kTogether = 4;       // ... the four warps of a warpgroup, ...
 constexpr int kValuesCleared = 7;  // ... all that clear unused values, ...
-constexpr int kQueriesFree = 8;    // ... and, of each slot, those who use queries and who bring them
+constexpr int kQueriesFree = 8;  // ... and, of each slot, those who use queries and who bring them
 
 /// Hands out works to the blocks of one launch. It lies in the workspace, which may hold anything:
 /// block 0 makes it ready and signs it with the launch's ticket, and the last block takes the
@@ -137,7 +137,8 @@ struct Order {
             .exists = true};
   }
 
-  /// Writes work number `index` to `work`; from call to call indices grow. True in the lane that did.
+  /// Writes work number `index` to `work`; from call to call indices grow. True in the lane that
+  /// did.
   __device__ __forceinline__ bool find(int index, Work& work) {
     for (;;) {
       const bool mine = level <= top && level > top - tiles;

@@ -123,8 +123,8 @@ constexpr bool is_for_digits(const Shape& shape) {
          digits_bytes(shape) <= 2 * kShareOfSm;
 }
 
-/// Clusters of 1 to 8 blocks, two to an SM, that an H200 runs at once: a cluster stays in one of the
-/// parts that SMs come in, of 16 or 18.
+/// Clusters of 1 to 8 blocks, two to an SM, that an H200 runs at once: a cluster stays in one of
+/// the parts that SMs come in, of 16 or 18.
 constexpr std::int32_t kSmallClusters[kMaxSegments] = {264, 132, 79, 62, 47, 39, 32, 30};
 
 /// Blocks of a cluster that split K: as many as let the clusters of all tiles run at once, but 640
@@ -196,10 +196,10 @@ constexpr void cut_for_tiles(const Shape& shape, Config& config) {
   }
 }
 
-/// Where the cluster kernel, chained and one launch, beats cuBLASLt's split of K, a kernel that adds
-/// its parts and their gaps. H200, bf16, 32 rows, us: 4096 x 4096 12.7 and 13.5, 4096 x 6144 16.8 and
-/// 16.6 (the kernel after it then starts 0.9 earlier), 14336 x 4096 34.8 and 33.8; 64 rows 15.4 and
-/// 13.8. Nothing smaller was measured.
+/// Where the cluster kernel, chained and one launch, beats cuBLASLt's split of K, a kernel that
+/// adds its parts and their gaps. H200, bf16, 32 rows, us: 4096 x 4096 12.7 and 13.5, 4096 x
+/// 6144 16.8 and 16.6 (the kernel after it then starts 0.9 earlier), 14336 x 4096 34.8 and 33.8; 64
+/// rows 15.4 and 13.8. Nothing smaller was measured.
 constexpr bool cluster_beats_library(const Shape& shape) {
   const std::int64_t elements = std::int64_t{shape.N} * shape.K;
   return shape.M <= 32 && elements >= 4096 * 4096 && elements <= 6144 * 4096;

@@ -48,8 +48,8 @@ __device__ float weight_at(const GemmParams& p, std::int64_t n, int k) {
 
 /// The product where tensor cores cannot go: float32, and rows that 16-byte loads cannot read.
 /// Grid: (row tiles, tiles of weight rows) of 64 x 64. A thread owns 4 x 4 sums: over 16
-/// columns in order, and these in order, so that rounding grows with K / 16. Shared memory: 16 columns of both operands in float32.
-/// Roofline: 2 M N K flops in fused multiply-adds.
+/// columns in order, and these in order, so that rounding grows with K / 16. Shared memory: 16
+/// columns of both operands in float32. Roofline: 2 M N K flops in fused multiply-adds.
 template <class T, WeightFormat kFormat>
 __global__ void __launch_bounds__(kThreads)
     simple_kernel(const __grid_constant__ SimpleParams params) {

@@ -39,7 +39,8 @@ struct StripOrder {
   }
 };
 
-/// What one warp requests, in order: of each strip of the block its chunks of columns, kWarps apart.
+/// What one warp requests, in order: of each strip of the block its chunks of columns, kWarps
+/// apart.
 struct ChunkWalk {
   const StripOrder& order;
   int chunks, warp, strips, chunk, row;

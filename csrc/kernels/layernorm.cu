@@ -64,9 +64,10 @@ __device__ void store_row(T* y, Row& row, const Weight& weight, const Weight& bi
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
-/// Row deals it. Shared memory: three floats a segment. Beside few rows weight and bias are on their way
-/// together with the row; else they are read where they are used, since kept beside the row they take
-/// the registers of other blocks (H200, bf16 8192 x 4096 with GELU: 40.8 us, kept 42.8).
+/// Row deals it. Shared memory: three floats a segment. Beside few rows weight and bias are on
+/// their way together with the row; else they are read where they are used, since kept beside the
+/// row they take the registers of other blocks (H200, bf16 8192 x 4096 with GELU: 40.8 us,
+/// kept 42.8).
 ///
 /// Bytes: the row in and out, weight and bias from L2. With GELU about 20 instructions an element,
 /// of the 33 that fit in its share of the time at the bandwidth of an H200: still bandwidth.

@@ -12,16 +12,19 @@ constexpr int kThreads = 256;
 
 /// One side's share of a row.
 template <class T>
-__device__ __forceinline__ void add_side(device::Vec<float, device::Vec<T>::kSize>& sum, const T* from, float weight) {
+__device__ __forceinline__ void add_side(device::Vec<float, device::Vec<T>::kSize>& sum,
+                                         const T* from, float weight) {
   if (weight == 0.0f) return;  // such a side may hold anything, NaN too
   const auto values = device::floats(device::load(from));
 #pragma unroll
   for (int i = 0; i < device::Vec<T>::kSize; ++i) sum.data[i] += weight * values.data[i];
 }
 
-/// Grid: enough threads that each owns one 16-byte piece of the output; the first of a row also writes its lse.
+/// Grid: enough threads that each owns one 16-byte piece of the output; the first of a row also
+/// writes its lse.
 template <class T>
-__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeAttentionParams p) {
+__global__ void __launch_bounds__(kThreads)
+    merge_kernel(const __grid_constant__ MergeAttentionParams p) {
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   constexpr int kSize = device::Vec<T>::kSize;
@@ -51,11 +54,12 @@ void merge_attention(const MergeAttentionParams& p, Stream stream) {
   device::dispatch_float(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     constexpr int kSize = device::Vec<T>::kSize;
-    check(p.head_dim > 0 && p.head_dim % kSize == 0, "out_a: expected a head size that is a positive multiple of ",
-          kSize, ", got ", p.head_dim);
+    check(p.head_dim > 0 && p.head_dim % kSize == 0,
+          "out_a: expected a head size that is a positive multiple of ", kSize, ", got ",
+          p.head_dim);
     const std::int64_t blocks = ceil_div<std::int64_t>(rows * (p.head_dim / kSize), kThreads);
-    device::launch_chained<merge_kernel<T>>(dim3(checked_int32(blocks, "merge_attention: blocks")), dim3(kThreads), 0,
-                                            stream, p, "merge_attention");
+    device::launch_chained<merge_kernel<T>>(dim3(checked_int32(blocks, "merge_attention: blocks")),
+                                            dim3(kThreads), 0, stream, p, "merge_attention");
   });
 }
 

@@ -7,7 +7,8 @@ namespace ridgeline {
 /// zero, so value = q * scale. An infinity or NaN makes its whole extent dequantise to NaN.
 ///
 /// Roofline: reads x and writes q once, 3 bytes an element of 16 bits. "tensor" of more than
-/// 64 K elements reads x twice: no code can be written before all is read, and L2 keeps little of it.
+/// 64 K elements reads x twice: no code can be written before all is read, and L2 keeps little of
+/// it.
 struct QuantizeParams {
   enum class Granularity : std::uint8_t { kTensor, kRow, kGroup, kBlock };
 

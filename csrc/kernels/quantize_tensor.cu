@@ -30,8 +30,8 @@ struct TensorLaunch {
 
 // ---- Kernels ------------------------------------------------------------------------------------
 
-/// The first pass over a tensor that no cluster holds. Grid: up to kPartials blocks, which share the
-/// tiles out; each leaves its largest magnitude. Bytes: x in: bandwidth.
+/// The first pass over a tensor that no cluster holds. Grid: up to kPartials blocks, which share
+/// the tiles out; each leaves its largest magnitude. Bytes: x in: bandwidth.
 template <class T, bool kVector>
 __global__ void __launch_bounds__(kTileThreads)
     tensor_amax_kernel(const __grid_constant__ TensorLaunch launch) {
@@ -48,9 +48,10 @@ __global__ void __launch_bounds__(kTileThreads)
   if (threadIdx.x == 0) launch.params.partials[blockIdx.x] = amax;
 }
 
-/// The second, whose first blocks read while the first pass runs (H200, bf16 64 x 8192: 5.8 us where
-/// both start their dependents first and wait, 3.9 so). Grid: the tiles, one dimension, backwards: what the first read last may still be in
-/// L2. Bytes: x in as far as L2 has not kept it, codes out: bandwidth.
+/// The second, whose first blocks read while the first pass runs (H200, bf16 64 x 8192: 5.8 us
+/// where both start their dependents first and wait, 3.9 so). Grid: the tiles, one dimension,
+/// backwards: what the first read last may still be in L2. Bytes: x in as far as L2 has not kept
+/// it, codes out: bandwidth.
 template <class T, bool kVector>
 __global__ void __launch_bounds__(kTileThreads)
     tensor_codes_kernel(const __grid_constant__ TensorLaunch launch) {
@@ -70,9 +71,9 @@ __global__ void __launch_bounds__(kTileThreads)
 }
 
 /// A whole contiguous tensor in one cluster. Grid: its blocks. Block: the pieces of the tensor are
-/// dealt out over all threads of the cluster in turn. Each warp writes its maximum into every block and counts the
-/// bytes at the barrier there, so that one exchange is all that the blocks wait for. Bytes: x in,
-/// codes out; few SMs read it: latency, and those SMs' share of L2.
+/// dealt out over all threads of the cluster in turn. Each warp writes its maximum into every block
+/// and counts the bytes at the barrier there, so that one exchange is all that the blocks wait for.
+/// Bytes: x in, codes out; few SMs read it: latency, and those SMs' share of L2.
 template <class T>
 __global__ void __launch_bounds__(kClusterThreads)
     tensor_cluster_kernel(const __grid_constant__ QuantizeParams params) {
@@ -125,8 +126,8 @@ struct ClusterShape {
   int blocks, threads;
 };
 
-/// Blocks first: each SM then reads and encodes less. Two at least: a launch without a cluster takes
-/// st.async for an illegal instruction.
+/// Blocks first: each SM then reads and encodes less. Two at least: a launch without a cluster
+/// takes st.async for an illegal instruction.
 ClusterShape cluster_for(int pieces) {
   constexpr int kLeastThreads = 128;
   ClusterShape shape{2, kLeastThreads};

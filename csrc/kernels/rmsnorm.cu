@@ -33,10 +33,10 @@ __device__ device::Vec<float, kWidth> weighted(const device::Vec<T, kWidth>& pie
   return values;
 }
 
-/// Writes the row as 8-bit codes, and its scale. The largest weighted value is found before the norm
-/// is known, in the same pass and reduction as the sum of squares: a positive factor of the whole
-/// row does not move it. The weighted values of a held row take its place in the registers (H200,
-/// bf16 8192 x 8192 to e4m3: 50.6 us, weighted twice 58.1).
+/// Writes the row as 8-bit codes, and its scale. The largest weighted value is found before the
+/// norm is known, in the same pass and reduction as the sum of squares: a positive factor of the
+/// whole row does not move it. The weighted values of a held row take its place in the registers
+/// (H200, bf16 8192 x 8192 to e4m3: 50.6 us, weighted twice 58.1).
 template <class Row, class Weight>
 __device__ void store_codes(const RmsNormParams& params, Row& row, const Weight& weight,
                             float share_of_one, device::RowScratch& scratch) {
@@ -137,11 +137,12 @@ __device__ void store_row(const RmsNormParams& params, T* y, Row& row, const Wei
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
-/// Row deals it. Shared memory: two floats a segment. The weight is read ahead of the wait only if the
-/// caller says that it is at rest; the row always after it.
+/// Row deals it. Shared memory: two floats a segment. The weight is read ahead of the wait only if
+/// the caller says that it is at rest; the row always after it.
 ///
-/// The weight is kept in registers beside short and full rows. Many rows with a residual are not held
-/// as full ones, which took the registers of other blocks (H200, bf16 8192 x 8192: 143 us, else 133).
+/// The weight is kept in registers beside short and full rows. Many rows with a residual are not
+/// held as full ones, which took the registers of other blocks (H200, bf16 8192 x 8192: 143 us,
+/// else 133).
 ///
 /// Bytes: the row in and out (in and out twice with a residual), the weight from L2. About six
 /// instructions an element: bandwidth.

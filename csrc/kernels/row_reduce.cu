@@ -131,7 +131,8 @@ void row_reduce(const RowReduceParams& params, Stream stream) {
     using T = typename decltype(type)::type;
     dispatch_bool(params.op == Op::kLogSumExp, [&](auto is_log_sum_exp) {
       // A row's log-sum-exp depends on how it is dealt out: few rows are dealt out as many are.
-      device::dispatch_row<T, true, !is_log_sum_exp(), true>(layout, [&](auto row_type, int threads) {
+      device::dispatch_row<T, true, !is_log_sum_exp(), true>(layout, [&](auto row_type,
+                                                                         int threads) {
         using Row = typename decltype(row_type)::type;
         device::launch_chained<row_reduce_kernel<T, Row, is_log_sum_exp()>>(
             dim3(rows), dim3(threads), 0, stream, params, "row_reduce");

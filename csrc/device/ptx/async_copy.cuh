@@ -32,7 +32,9 @@ __device__ __forceinline__ void copy_async_4(void* shared, const void* global, b
 }
 
 /// Closes the group of the copies this thread issued since the last call; it may be empty.
-__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void commit_copies() {
+  asm volatile("cp.async.commit_group;" ::: "memory");
+}
 
 /// Waits until at most the kPending newest groups of this thread are unfinished.
 template <int kPending>

@@ -38,8 +38,8 @@ __device__ __forceinline__ T* in_block(T* shared, int rank) {
 #endif
 }
 
-/// Makes a barrier at which `bytes` of put_in_block are to be counted, once. One thread does it; then
-/// the cluster meets. wait_for_puts: they are here.
+/// Makes a barrier at which `bytes` of put_in_block are to be counted, once. One thread does it;
+/// then the cluster meets. wait_for_puts: they are here.
 __device__ __forceinline__ void expect_puts(std::uint64_t* barrier, int bytes) {
 #if __CUDA_ARCH__ >= 900
   mbarrier_init(barrier, 1);
@@ -53,8 +53,8 @@ __device__ __forceinline__ void wait_for_puts(std::uint64_t* barrier) {
 #endif
 }
 
-/// Writes `value` to this object of block `rank` and counts its bytes at the barrier there, both when
-/// it is there: whoever waits at that barrier reads it. Requires: a launch with clusters.
+/// Writes `value` to this object of block `rank` and counts its bytes at the barrier there, both
+/// when it is there: whoever waits at that barrier reads it. Requires: a launch with clusters.
 /// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
 __device__ __forceinline__ void put_in_block(float* shared, float value, std::uint64_t* barrier,
                                              int rank) {

@@ -25,8 +25,9 @@ __device__ __forceinline__ __half2 e4m3x2_to_half2(std::uint16_t pair) {
 #endif
 }
 
-/// Four e4m3 codes in one register, the first in the low byte: nearest (ties to even), saturated at 448;
-/// NaN stays NaN. Compute 8.9 and later. From single codes the compiler packs with four instructions more.
+/// Four e4m3 codes in one register, the first in the low byte: nearest (ties to even), saturated at
+/// 448; NaN stays NaN. Compute 8.9 and later. From single codes the compiler packs with four
+/// instructions more.
 __device__ __forceinline__ std::uint32_t pack_e4m3(float a, float b, float c, float d) {
   std::uint32_t codes;
   asm("{\n.reg .b16 low, high;\n"

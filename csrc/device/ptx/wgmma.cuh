@@ -36,8 +36,8 @@ __device__ __forceinline__ void hold_registers(float (&registers)[kCount][4]) {
     for (int j = 0; j < 4; ++j) asm volatile("" : "+f"(registers[i][j])::"memory");
 }
 
-/// The accumulators d of N columns are d[i][0..1] of row lane / 4 and d[i][2..3] of row lane / 4 + 8 of
-/// the warp's 16 rows, columns 8 i + lane % 4 * 2 and the next: as of the warp-level m16n8.
+/// The accumulators d of N columns are d[i][0..1] of row lane / 4 and d[i][2..3] of row lane / 4 +
+/// 8 of the warp's 16 rows, columns 8 i + lane % 4 * 2 and the next: as of the warp-level m16n8.
 
 /// Descriptor of an operand in shared memory whose rows of 128 bytes carry the 128-byte swizzle.
 /// `leading` and `stride` are the byte distances that the layout calls so.

@@ -38,8 +38,8 @@ struct WgmmaFp8<128> {
   }
 };
 
-/// d = a * b^T (+ d) with a in registers: a[0] is columns 4 * (lane % 4) to the third after it of row
-/// lane / 4, a[1] the same of row lane / 4 + 8, a[2] and a[3] 16 columns further.
+/// d = a * b^T (+ d) with a in registers: a[0] is columns 4 * (lane % 4) to the third after it of
+/// row lane / 4, a[1] the same of row lane / 4 + 8, a[2] and a[3] 16 columns further.
 template <int N>
 struct WgmmaFp8Registers;
 
