@@ -12,7 +12,7 @@ import pytest
 
 import tiny_model
 from ridgeline import LLM, SamplingParams
-from ridgeline.request import Sequence
+from ridgeline.request import Request, Sequence
 from tiny_model import one_thread  # noqa: F401
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -271,6 +271,39 @@ def test_a_step_that_fails_loses_no_prompt_position(llm: LLM, monkeypatch):
             llm.generate([1, 2], GREEDY)
     (final,) = [piece.request for piece in stream if piece.request is not None]
     assert [next(iter(entry)) for entry in final.prompt_logprobs[1:]] == prompt[1:]
+
+
+def test_a_later_chunk_that_fails_ends_that_request_alone(tmp_path: Path, monkeypatch):
+    """Each is tried alone to its next token: without a prefix cache all chunks come again."""
+    tiny_model.save_llama(tmp_path)
+    prompts = [tiny_model.prompt_of(40), tiny_model.prompt_of(40, 1)]
+    options = {"max_num_seqs": 8, "max_num_batched_tokens": 24, "enable_prefix_caching": False}
+    with LLM(tmp_path, device="cpu", **options) as llm:
+        expected = llm.generate(prompts[1], GREEDY)[0].outputs[0].token_ids
+        core, run = llm._parts.core, llm._parts.runner.run
+
+        def failing(batch: Any) -> Any:
+            for i, sequence in core._sequences.items():
+                bad = sequence.request.output.prompt_token_ids == prompts[0]
+                if bad and i in batch.seq_ids and batch.max_seq_len > 30:
+                    raise MemoryError("full")
+            return run(batch)
+
+        monkeypatch.setattr(llm._parts.runner, "run", failing)
+        with pytest.warns(RuntimeWarning, match="raised MemoryError"):
+            outputs = llm.generate(prompts, GREEDY)
+    assert [o.outputs[0].finish_reason for o in outputs] == ["error", "length"]
+    assert outputs[1].outputs[0].token_ids == expected
+
+
+def test_prompt_logprobs_that_fail_lose_only_that_request(llm: LLM, monkeypatch):
+    expected = llm.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
+    monkeypatch.setattr(Request, "add_prompt_logprobs", lambda *_: 1 // 0)
+    params = [SamplingParams(max_tokens=3, prompt_logprobs=0), GREEDY]
+    outputs = llm.generate([[1, 2, 3], [5, 6, 7]], params)
+    assert isinstance(outputs[0].error, ZeroDivisionError)
+    assert outputs[1].outputs[0].token_ids == expected
+    assert llm.stats().used_blocks == llm.stats().in_flight == 0
 
 
 def test_a_tokenizer_that_fails_loses_only_that_request(llm: LLM, monkeypatch):

@@ -60,6 +60,15 @@ def test_the_same_batch_twice_gives_the_same_bits(folder: Path):
     assert run(folder, GREEDY) == run(folder, GREEDY)
 
 
+def test_several_outputs_begin_at_one_token(folder: Path):
+    """A step of one token and three rows."""
+    params = SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True)
+    with open_llm(folder) as llm, open_llm(folder, enforce_eager=True) as eager:
+        outputs = llm.generate([5], params)[0].outputs
+        expected = eager.generate([5], params)[0].outputs
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+
+
 def test_decode_steps_are_captured_once_a_bucket(folder: Path):
     with open_llm(folder) as llm:
         llm.generate(PROMPTS, GREEDY)

@@ -104,6 +104,8 @@ def test_a_smaller_priority_is_served_first(folder: Path):
         ({"deadline": "soon"}, TypeError),
         ({"deadline": [1, 2, 3]}, ValueError),
         ({"priority": 10**9}, ValueError),
+        ({"deadline": [None, float("inf")]}, ValueError),
+        ({"deadline": float("nan")}, ValueError),
     ],
 )
 def test_service_that_cannot_be_given_is_refused(folder: Path, options, error: type):
@@ -113,9 +115,20 @@ def test_service_that_cannot_be_given_is_refused(folder: Path, options, error: t
         assert llm.stats().waiting == 0
 
 
-@pytest.mark.parametrize("option", [{"latency_target": 0.0}, {"swap_space": -1.0}], ids=str)
-def test_options_out_of_range_are_refused(folder: Path, option):
-    with pytest.raises(ValueError, match=next(iter(option))):
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"latency_target": 0.0},
+        {"latency_target": 1e-7},
+        {"latency_target": float("inf")},
+        {"swap_space": -1.0},
+        {"trace": "/no/such/folder/trace"},
+    ],
+    ids=str,
+)
+def test_options_out_of_range_are_refused(folder: Path, option, monkeypatch):
+    monkeypatch.setattr("ridgeline._setup.load_decoder", None)  # before anything is read
+    with pytest.raises((ValueError, FileNotFoundError), match=next(iter(option))):
         open_llm(folder, **option)
 
 

@@ -16,7 +16,8 @@ enum class FinishReason : std::uint8_t { kStop, kLength, kAbort, kDeadline };
 
 // The order of service is that of due times, in microseconds of the caller's clock: arrival, plus a
 // patience that all have, plus the priority in units of ten seconds; but no later than the
-// deadline. Who arrives after a request's due time cannot overtake it, so nobody starves.
+// deadline. Who arrives after a request's due time cannot overtake it, so nobody starves unless
+// priorities below -6 keep coming.
 inline constexpr std::int64_t kPatience = 60'000'000, kPriorityUnit = 10'000'000;
 inline constexpr std::int64_t kNoDeadline = std::numeric_limits<std::int64_t>::max();
 

@@ -12,6 +12,8 @@ from ridgeline.tokenizer import Tokenizer
 Prompt = str | Sequence[int]
 """Text, or token ids that are taken as they are."""
 
+_MOST = 1e9  # of priorities, and of seconds
+
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str):
@@ -31,6 +33,8 @@ def one_each(name: str, value: Any, count: int) -> list[Any]:
     for one in each:
         if isinstance(one, bool) or not isinstance(one, kinds):
             raise TypeError(f"{name} must be a number, or a list of them, got {one!r}")
+        if one is not None and not abs(one) < _MOST:
+            raise ValueError(f"{name} must be within {_MOST:g}, got {one!r}")
     if len(each) != count:
         raise ValueError(f"{name} must be one, or one for each of {count} prompts: got {len(each)}")
     return each

@@ -79,8 +79,12 @@ class EngineOptions:
             raise ValueError(
                 f"gpu_memory_utilization must be in (0, 1], got {self.gpu_memory_utilization}"
             )
-        if self.latency_target is not None and not self.latency_target > 0:
-            raise ValueError(f"latency_target must be above 0, got {self.latency_target}")
+        if self.latency_target is not None and not 1e-6 <= self.latency_target <= 1e6:
+            raise ValueError(
+                f"latency_target must be from 1e-6 to 1e6 seconds, got {self.latency_target}"
+            )
+        if self.trace is not None and not self.trace.parent.is_dir():
+            raise FileNotFoundError(f"trace: there is no folder {self.trace.parent}")
         if not 0 <= self.swap_space < float("inf"):
             raise ValueError(f"swap_space must be at least 0, got {self.swap_space}")
         if self.max_num_batched_tokens < self.max_num_seqs:

@@ -19,6 +19,9 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.tokenizer import Tokenizer
 from ridgeline.trace import Recorder
 
+Output = tuple[int, int, int, str | None]
+"""Of a commit: sequence id, token, row, and why the sequence ended, if it did."""
+
 _SEEDS = 2**63
 _MIX = 0x9E3779B97F4A7C15
 
@@ -29,8 +32,8 @@ class Core:
     On a GPU the next step is scheduled and launched while one still runs: a sequence that turns
     out to have ended is dropped from it.
 
-    A step that raises is forgotten, and who was in it is computed again, each request alone for
-    one step: whose step raises once more ends with the error, the others go on.
+    A step that raises is forgotten, and who was in it is computed again, each request alone until
+    it has a token: whose step raises once more ends with the error, the others go on.
     """
 
     def __init__(
@@ -145,6 +148,7 @@ class Core:
     def step(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
         only, before = self._next_suspect(), len(self._sequences)
+        outputs = self._suspects[0].num_output_tokens if only else 0
         batch = self._schedule(only)
         if batch is None and only:  # nothing to compute for it before others go on
             self._suspects.popleft()
@@ -165,7 +169,8 @@ class Core:
         if not self._in_flight:  # deadlines may have ended some
             return bool(self._suspects) or len(self._sequences) < before
         self._commit()
-        if only and self._suspects:
+        # A prompt in chunks may raise in any of them: trusted is who has reached a token alone.
+        if only and self._suspects and self._suspects[0].num_output_tokens > outputs:
             self._suspects.popleft()
         self._drain()
         return True
@@ -187,7 +192,11 @@ class Core:
             self._recorder.scheduled(now, only, batch)
         for seq_id in self.scheduler.take_expired():
             sequence = self._sequences[seq_id]
-            sequence.end("deadline", seconds)
+            try:
+                sequence.end("deadline", seconds)
+            except Exception as error:
+                sequence.request.output.error = error
+                sequence.end("error", seconds)
             self._drop(sequence)
         return batch
 
@@ -213,22 +222,29 @@ class Core:
                 request = self._unscheduled.pop(seq_id, None)
                 if request is not None:
                     request.output.metrics.first_scheduled_time = start
-        if result.prompt_rows:
-            row_seq_ids = batch.row_seq_ids
-            for row in result.prompt_rows:
-                sequence = self._sequences.get(row_seq_ids[row])
-                if sequence is not None:
-                    sequence.request.add_prompt_logprobs(result.candidates(row))
         outputs = self.scheduler.commit(batch, tokens)
         if self._recorder is not None:
             self._recorder.committed(batch, tokens)
+        self._take_prompt_rows(batch, result, outputs)
         self._take(outputs, result, now)
         self._ids.committed += 1
         self._measure(batch, start, now)
 
-    def _take(
-        self, outputs: list[tuple[int, int, int, str | None]], result: StepResult, now: float
+    def _take_prompt_rows(
+        self, batch: engine.Batch, result: StepResult, outputs: list[Output]
     ) -> None:
+        """Gives requests the log-probabilities of their prompts, before any token after them."""
+        row_seq_ids = batch.row_seq_ids if result.prompt_rows else []
+        for row in result.prompt_rows:
+            sequence = self._sequences.get(row_seq_ids[row])
+            if sequence is None:
+                continue
+            try:
+                sequence.request.add_prompt_logprobs(result.candidates(row))
+            except Exception as error:
+                self._end(sequence.request, "error", error, _ended(outputs))
+
+    def _take(self, outputs: list[Output], result: StepResult, now: float) -> None:
         """Gives each sequence its token. What raises there ends that request alone."""
         sequences = self._sequences
         for seq_id, token, row, end in outputs:
@@ -243,8 +259,7 @@ class Core:
                 candidates = result.candidates(row) if sequence.wants_logprobs else None
                 stopped = sequence.append(token, end, candidates, now)
             except Exception as error:
-                ended = {i for i, _, _, reason in outputs if reason is not None}
-                self._end(sequence.request, "error", error, ended)
+                self._end(sequence.request, "error", error, _ended(outputs))
                 continue
             if stopped and end is None:
                 self._finish(seq_id, "stop")
@@ -327,3 +342,8 @@ class Core:
             raise ValueError(
                 f"{name}: token ids must be below the vocabulary's {self._vocab_size}, got {bad}"
             )
+
+
+def _ended(outputs: list[Output]) -> set[int]:
+    """The sequences that the scheduler has ended in the commit that returned this."""
+    return {seq_id for seq_id, _, _, reason in outputs if reason is not None}

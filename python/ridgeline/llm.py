@@ -135,7 +135,7 @@ class LLM:
             prompts: one or many; text or token ids.
             params: one for all, or one each; None: ``SamplingParams()``.
             priority: one for all, or one each. A smaller one is served earlier: as if it had
-                arrived ten seconds earlier for each unit, so that nobody waits for ever.
+                arrived ten seconds earlier for each unit. From -6 on, nobody waits for ever.
             deadline: seconds from now, after which a request ends with what it has and
                 ``finish_reason`` "deadline"; near ones are served earlier. None: none.
             progress: True shows a bar on stderr; a function is called with each piece of output.
@@ -288,8 +288,10 @@ class LLM:
                         deadline=deadlines[i],
                     )  # fmt: skip
                     requests.append(request)
-            except (ValueError, TypeError) as error:
+            except BaseException as error:
                 self._abandon(requests)
+                if not isinstance(error, (ValueError, TypeError)):
+                    raise
                 where = f"prompt {len(requests)}: " if len(items) > 1 else ""
                 raise type(error)(f"{where}{error}") from error
         return updates, requests

@@ -66,6 +66,10 @@ class Request:
     def finished(self) -> bool:
         return self.output.finished
 
+    @property
+    def num_output_tokens(self) -> int:
+        return sum(len(output.token_ids) for output in self.output.outputs)
+
     def add_prompt_logprobs(self, candidates: Candidates) -> None:
         """Takes the candidates of the next prompt token; positions come in order."""
         entries = self.output.prompt_logprobs

@@ -119,7 +119,8 @@ class Runner:
     def _run(self, batch: engine.Batch) -> StepResult:
         key, shared = None, self._shared_blocks(batch)
         if self._graphs is not None and batch.max_q == 1:
-            key = self._graphs.key(batch.num_tokens, shared)
+            # Several outputs may begin at one last token of a prompt: more rows than tokens.
+            key = self._graphs.key(max(batch.num_tokens, batch.num_rows), shared)
         arena = batch.arena() if key is None else batch.arena(key[0], key[0], key[1])
         rows = batch.num_rows
         begin, _ = arena.offsets["row_seq_ids"]
