@@ -20,6 +20,7 @@ from ridgeline.models.config import ModelConfig
 from ridgeline.models.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
 from ridgeline.models.loader import LoadOptions, load_decoder
 from ridgeline.models.stored_linear import BlockFp8Linear
+from ridgeline.quant.formats import Gptq
 from ridgeline.quant.stored import GroupedCodes, ScaledCodes, stack
 from test_models import load, logits_of
 from tiny_model import one_thread  # noqa: F401
@@ -279,3 +280,21 @@ def test_symmetric_parts_join_others():
     joined = stack([plain, shifted], torch.float32)
     assert isinstance(joined, GroupedCodes)
     assert joined.dequantize(torch.float32)[:, 0].tolist() == [1, 1, 4, 4]
+
+
+@pytest.mark.parametrize("in_file", [True, False], ids=["g_idx", "no g_idx"])
+def test_a_last_group_may_be_short(in_file: bool):
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randint(0, 16, (8, 192), generator=draw).to(torch.uint8)
+    scales, group_of = torch.rand(2, 8, generator=draw), torch.arange(192) // 128
+    zeros = torch.randint(1, 16, (2, 8), generator=draw)
+    tensors = {
+        "m.qweight": quantized_files.words(q, 4).t().contiguous(),
+        "m.qzeros": quantized_files.words((zeros - 1).to(torch.uint8), 4),
+        "m.scales": scales,
+    }
+    if in_file:
+        tensors["m.g_idx"] = group_of.int()
+    weight = Gptq(4, 128, zero_offset=1).read("m", 8, 192, tensors, tensors.__getitem__)
+    expected = (q - zeros[group_of].t().float()) * scales[group_of].t()
+    torch.testing.assert_close(weight.dequantize(torch.float32), expected)

@@ -142,11 +142,10 @@ def _build(
     def experts(name: str) -> Experts:
         def stacked(kind: str) -> tuple[Tensor, Tensor | None]:
             weight = take_stored(f"{name}.{kind}.weight")
-            if options.quantization is not None:
+            if options.quantization is not None or not isinstance(weight, Tensor):
                 reason = "there is no product of experts with quantised weights"
+                reason = weight.reason if isinstance(weight, Expanded) else reason
                 expanded.setdefault(reason, []).append(f"{name}.{kind}")
-            elif isinstance(weight, Expanded):
-                expanded.setdefault(weight.reason, []).append(f"{name}.{kind}")
             values = dense(weight, options.dtype).unflatten(0, (config.num_experts, -1))
             bias = take_if_there(f"{name}.{kind}.bias")
             return values, None if bias is None else bias.unflatten(0, (config.num_experts, -1))

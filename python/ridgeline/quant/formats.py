@@ -55,6 +55,14 @@ def _groups(K: int, group: int) -> int:
     return 1 if group == -1 else -(-K // group)
 
 
+def _group_index(K: int, group: int, stored: Tensor | None) -> Tensor | None:
+    """The group of each column; None where groups are of equal size and in order."""
+    group = K if group == -1 else group
+    in_order = torch.arange(K, device=None if stored is None else stored.device) // group
+    index = in_order if stored is None else stored.long()
+    return None if K % group == 0 and torch.equal(index, in_order) else index
+
+
 # ---- AWQ ---------------------------------------------------------------------------------------
 
 
@@ -86,7 +94,8 @@ class Awq:
             return nibbles[..., order.to(nibbles.device)].flatten(-2)
 
         scales = get(f"{module}.scales")
-        return GroupedCodes(codes("qweight").t().contiguous(), scales, codes("qzeros"))
+        index = _group_index(K, self.group, None)
+        return GroupedCodes(codes("qweight").t().contiguous(), scales, codes("qzeros"), index)
 
 
 def _awq(config: Mapping[str, Any]) -> Format:
@@ -128,18 +137,13 @@ class Gptq:
 
     def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
         zeros = unpack_words(get(f"{module}.qzeros"), self.bits)
-        index = None
-        if f"{module}.g_idx" in stored:
-            index = get(f"{module}.g_idx")
-            group = K if self.group == -1 else self.group
-            in_order = torch.arange(K, device=index.device) // group
-            index = None if torch.equal(index.long(), in_order) else index
+        index = get(f"{module}.g_idx") if f"{module}.g_idx" in stored else None
         return GroupedCodes(
             q=unpack_words(get(f"{module}.qweight").t(), self.bits),
             scales=get(f"{module}.scales"),
             # A zero point of 0 less one has wrapped around.
             zeros=(zeros + self.zero_offset) & ((1 << self.bits) - 1),
-            group_index=index,
+            group_index=_group_index(K, self.group, index),
             bits=self.bits,
         )
 
