@@ -161,6 +161,19 @@ def test_a_role_is_the_templates_word_and_nested_text_is_guarded():
     assert text == f"user<{mark}s>"
 
 
+def test_keys_tools_and_roles_spell_no_special_token():
+    chat = ChatTemplate(
+        {"default": "{{ messages[0].call | tojson }}{{ tools | tojson }}"}, ["<s>"], {}
+    )
+    message, tools = {"role": "user", "call": {"<s>": 1}}, [{"description": "<s>"}]
+    text, mark = chat.render([message], tools=tools)
+    assert "<s>" not in text and text.replace(mark, "").count("<s>") == 2
+    with pytest.raises(ValueError, match="a role spells a special token: 'x<s>'"):
+        chat.render([{"role": "x<s>"}])
+    with pytest.raises(ValueError, match="template_variables must not have 'messages'"):
+        chat.render(ASK, variables={"messages": []})
+
+
 # ---- What a template may do --------------------------------------------------------------------
 
 
@@ -178,6 +191,13 @@ def test_a_role_is_the_templates_word_and_nested_text_is_guarded():
         "{{ 'a'.ljust(10000000) }}",
         "{{ '{:>10000000}'.format(1) }}",
         "{{ 'a' | center(10000000) }}",
+        "{{ 'a' | indent(10000000, true) }}",
+        "{{ 1 | round(10000000, 'ceil') }}",
+        "{{ 'a'.encode() * 10000000 }}",
+        "{% set s = 'a' * 10000 %}{{ s.replace('a', s) }}",
+        "{% set s = 'a' * 10000 %}{{ s | replace('a', s) }}",
+        "{{ [1] | tojson(indent=10000000) }}",
+        "{{ 'hi' | dictsort }}",
         "{% include '/etc/passwd' %}",
         "{% import 'os' as os %}",
         "{{ nothing.here }}",

@@ -10,7 +10,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -19,8 +19,14 @@ from typing import Any
 DEADLINE = 2.0
 _MAX_LENGTH = 1_000_000  # of what a template may make of a short string at once
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]  # noncharacters: no text has them all
-_GROWING = {"center", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill"}
+_GROWING = {"center", "encode", "expandtabs", "format", "format_map", "ljust", "rjust", "zfill"}
+_MOST_INDENT = 64
 _TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token")
+
+_FAILURES = (
+    ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
+    ValueError,
+)  # fmt: skip
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -100,22 +106,30 @@ class ChatTemplate:
         for message in messages:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
                 raise TypeError(f"a message must be a mapping with a role, got {message!r}")
-        mark = _unused_mark(messages)
+        taken = {"messages", "tools"} & set(variables or ())
+        if taken:
+            raise ValueError(f"template_variables must not have {taken.pop()!r}: it is an argument")
+        mark = _unused_mark([*messages, tools])
+
+        def guard(value: Any) -> Any:
+            return _map_texts(value, lambda text: self._split(text, mark))
+
         given = {
             **self._tokens,
-            "messages": [self._guarded(message, mark) for message in messages],
-            "tools": tools,
+            "messages": [self._guarded(message, guard) for message in messages],
+            "tools": guard(tools),
             "documents": None,
             "add_generation_prompt": add_generation_prompt,
             **(variables or {}),
         }
         return _run(source, given, deadline), mark
 
-    def _guarded(self, message: Mapping[str, Any], mark: str) -> dict[str, Any]:
-        return {
-            key: value if key == "role" else _map_texts(value, lambda text: self._split(text, mark))
-            for key, value in message.items()
-        }
+    def _guarded(self, message: Mapping[str, Any], guard: Callable[[Any], Any]) -> dict[str, Any]:
+        """The role stays as it is: templates compare it, and some have tokens of that name."""
+        role = message["role"]
+        if self._special is not None and self._special.search(role) and not role.isidentifier():
+            raise ValueError(f"a role spells a special token: {role!r}")
+        return {key: value if key == "role" else guard(value) for key, value in message.items()}
 
     def _split(self, text: str, mark: str) -> str:
         """Breaks special tokens, those that overlap one already broken too."""
@@ -133,8 +147,8 @@ def _broken(token: str, mark: str) -> str:
     return token[0] + mark + token[1:]
 
 
-def _unused_mark(messages: Messages) -> str:
-    text = "".join(_texts(list(messages)))
+def _unused_mark(values: list[Any]) -> str:
+    text = "".join(_texts(values))
     for mark in _MARKS:
         if mark not in text:
             return mark
@@ -145,7 +159,8 @@ def _texts(value: Any) -> Iterator[str]:
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
-        for item in value.values():
+        for key, item in value.items():
+            yield from _texts(key)
             yield from _texts(item)
     elif isinstance(value, (list, tuple)):
         for item in value:
@@ -156,7 +171,7 @@ def _map_texts(value: Any, change: Any) -> Any:
     if isinstance(value, str):
         return change(value)
     if isinstance(value, Mapping):
-        return {key: _map_texts(item, change) for key, item in value.items()}
+        return {_map_texts(key, change): _map_texts(item, change) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_map_texts(item, change) for item in value]
     return value
@@ -167,25 +182,30 @@ def _run(source: str, variables: Mapping[str, Any], deadline: float) -> str:
         from jinja2 import TemplateError
     except ImportError as error:
         raise ImportError("chat templates need jinja2: pip install jinja2") from error
+    environment = _environment()
     try:
-        template = _environment().from_string(source)
         with _ends_within(deadline):
-            return str(template.render(**variables))
-    except TimeoutError:
+            return str(environment.from_string(source).render(**variables))
+    except _TooLate:
         raise ValueError(f"the chat template did not end within {deadline} s") from None
-    except (TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
+    except _FAILURES + (TemplateError,) as error:
         raise ValueError(f"the chat template failed: {error}") from error
+
+
+class _TooLate(BaseException):
+    """Not an Exception: jinja2 swallows some of these."""
 
 
 @contextmanager
 def _ends_within(seconds: float) -> Iterator[None]:
-    """Raises TimeoutError at the first line of Python that runs too late: a thread cannot be ended
-    from outside, and a loop of a template may neither call nor write anything."""
+    """Raises _TooLate at the first line of Python that runs too late: a thread cannot be ended
+    from outside, and a loop of a template may neither call nor write anything. A single long call
+    into C ends first."""
     end, before = time.monotonic() + seconds, sys.gettrace()
 
     def trace(*_: Any) -> Any:
         if time.monotonic() > end:
-            raise TimeoutError
+            raise _TooLate
         return trace
 
     sys.settrace(trace)
@@ -199,7 +219,17 @@ def _environment() -> Any:
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError, TemplateError
     from jinja2.ext import Extension
+    from jinja2.filters import do_indent
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def bounded(text: str, given: Any) -> None:
+        grows = len(given) if isinstance(given, (str, list, tuple)) else 1
+        if grows > 1 and len(text) * grows > max(_MAX_LENGTH, 4 * len(text)):
+            raise SecurityError("replace or join of these texts is not allowed")
+
+    def replace(text: str, old: str, new: str, count: int = -1) -> str:
+        bounded(str(text), new)
+        return str(text).replace(old, new, count)
 
     class Generation(Extension):
         """``{% generation %}`` marks for training what the assistant says: its body counts."""
@@ -228,6 +258,13 @@ def _environment() -> Any:
             growing = isinstance(obj, str) and attr in _GROWING
             return not growing and super().is_safe_attribute(obj, attr, value)
 
+        def call(self, context: Any, called: Any, *args: Any, **named: Any) -> Any:
+            """``replace`` and ``join`` make no long text of a short one."""
+            text, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
+            if isinstance(text, str) and name in ("replace", "join"):
+                bounded(text, [*args, "", ""][name == "replace"])
+            return super().call(context, called, *args, **named)
+
         def wrap_str_format(self, value: Any) -> None:
             """jinja2 would wrap ``str.format``, which pads to any width: it is refused instead."""
 
@@ -235,12 +272,22 @@ def _environment() -> Any:
         raise TemplateError(message)
 
     def to_json(value: Any, **options: Any) -> str:
+        within(options.get("indent"))
         return json.dumps(value, **({"ensure_ascii": False} | options))
 
+    def within(width: Any) -> None:
+        if (len(width) if isinstance(width, str) else width or 0) > _MOST_INDENT:
+            raise SecurityError(f"a width of more than {_MOST_INDENT} is not allowed")
+
+    def indent(text: str, width: Any = 4, *options: Any, **named: Any) -> str:
+        within(width)
+        return str(do_indent(text, width, *options, **named))
+
     extensions = [Generation, "jinja2.ext.loopcontrols"]
-    env = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-    for name in ("center", "format"):
+    env = Sandbox(trim_blocks=True, lstrip_blocks=True, optimized=False, extensions=extensions)
+    for name in ("batch", "center", "format", "round", "slice"):
         del env.filters[name]
+    env.filters |= {"indent": indent, "replace": replace}
     env.filters["tojson"] = to_json
     env.globals["raise_exception"] = fail
     env.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
