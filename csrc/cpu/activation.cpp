@@ -84,8 +84,8 @@ void gated_act(const ActivationParams& params) {
 }
 
 void gated_act_quant(const GatedQuantParams& params) {
-  const std::int64_t extent = params.by_group ? kScaleGroup : std::max(params.cols, 1);
-  const std::int64_t extents = ceil_div<std::int64_t>(params.cols, extent);
+  const std::int64_t extent = params.by_group ? kScaleGroup : params.cols;
+  const std::int64_t extents = params.by_group ? ceil_div<std::int64_t>(params.cols, extent) : 1;
   dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     parallel_ranges(params.rows, params.cols * 4, [&](std::int64_t begin, std::int64_t end) {
@@ -101,7 +101,8 @@ void gated_act_quant(const GatedQuantParams& params) {
         for (std::int64_t i = 0; i < extents; ++i) {
           const float* values = out.data() + i * extent;
           const std::int64_t count = std::min(extent, params.cols - i * extent);
-          const float amax = max_over(count, [&](std::int64_t c) { return std::abs(values[c]); });
+          const auto size_of = [&](std::int64_t c) { return std::abs(values[c]); };
+          const float amax = count == 0 ? 0.0f : max_over(count, size_of);
           const float scale = scale_of_amax(amax, params.y_dtype);
           params.y_scale[row * extents + i] = scale;
           encode(values, count, scale, params.y_dtype,

@@ -44,11 +44,12 @@ void rmsnorm_row(const RmsNormParams& params, std::int64_t row, const float* wei
   for (std::int32_t c = 0; c < cols; ++c) out[c] = x[c] * scale * weight[c];
   if (!quantised) return finish_row(out, cols, y);
   const std::int64_t extent = params.by_group ? kScaleGroup : cols;
-  const std::int64_t extents = ceil_div<std::int64_t>(cols, extent);
+  const std::int64_t extents = params.by_group ? ceil_div<std::int64_t>(cols, extent) : 1;
   for (std::int64_t i = 0; i < extents; ++i) {
     const float* values = out + i * extent;
     const std::int64_t count = std::min(extent, cols - i * extent);
-    const float amax = max_over(count, [&](std::int64_t c) { return std::abs(values[c]); });
+    const float amax =
+        count == 0 ? 0.0f : max_over(count, [&](std::int64_t c) { return std::abs(values[c]); });
     const float y_scale = scale_of_amax(amax, params.y_dtype);
     params.y_scale[row * extents + i] = y_scale;
     encode(values, count, y_scale, params.y_dtype,
