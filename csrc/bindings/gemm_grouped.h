@@ -52,6 +52,7 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
   if constexpr (Backend::kIsCuda) {
     Expect(x, "x").aligned(16);
     Expect(weight, "weight").aligned(16);
+    check(K % 8 == 0, "x: expected a number of columns divisible by 8, got ", K);
     ridgeline::grouped_gemm(params, on.stream());
   } else {
     cpu::grouped_gemm(params);
