@@ -46,9 +46,10 @@ def table(rows: list[Row]) -> str:
 
 
 WHOLE_MODELS = {
-    "llm": ("case", "weights", "requests", "prompt", "output", "tok_s", "ttft_ms", "itl_ms_p50",
-            "itl_ms_p99", "mbu", "seconds"),
+    "llm": ("case", "options", "requests", "prompt", "output", "tok_s", "ttft_ms", "itl_ms_p50",
+            "itl_ms_p99", "mbu", "mfu", "seconds", "start_s", "captured_s"),
     "transformers": ("impl", "mode", "batch", "prompt", "output", "tok_s", "ms", "ttft_ms"),
+    "load": ("gb", "seconds", "gb_s", "ready_s", "host_gb"),
 }  # fmt: skip
 
 
