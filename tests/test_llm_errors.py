@@ -12,6 +12,7 @@ import pytest
 
 import tiny_model
 from ridgeline import LLM, SamplingParams
+from ridgeline._fair_lock import FairLock
 from ridgeline.request import Request, Sequence
 from tiny_model import one_thread  # noqa: F401
 
@@ -325,6 +326,65 @@ def test_a_tokenizer_that_fails_loses_only_that_request(llm: LLM, monkeypatch):
     with pytest.raises(RuntimeError, match="no such character"):
         raise outputs[1].error
     assert llm.stats().used_blocks == 0
+
+
+def test_who_waits_for_the_lock_comes_before_who_releases_it():
+    lock, order = FairLock(), []
+
+    def wait() -> None:
+        with lock:
+            order.append("waited")
+
+    for _ in range(200):
+        order.clear()
+        thread = threading.Thread(target=wait)
+        with lock, lock:
+            thread.start()
+            while not lock._turn.locked():
+                time.sleep(0)
+        with lock:
+            order.append("released")
+        thread.join()
+        assert order == ["waited", "released"]
+
+
+def test_a_thread_that_comes_later_is_served_beside_the_first(folder: Path):
+    ended: list[str] = []
+    started = threading.Event()
+
+    def first(llm: LLM) -> None:
+        params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+        llm.generate([[1, 2, 3]], params, progress=lambda _: started.set())
+        ended.append("first")
+
+    with LLM(folder, device="cpu", num_blocks=32) as llm:
+        thread = threading.Thread(target=first, args=(llm,))
+        thread.start()
+        assert started.wait(60)
+        llm.generate([[4, 5, 6]], SamplingParams(max_tokens=2, ignore_eos=True))
+        ended.append("second")
+        thread.join()
+    assert ended == ["second", "first"]
+
+
+def test_closing_ends_what_another_thread_generates(folder: Path):
+    started = threading.Event()
+    raised: list[BaseException] = []
+
+    def generate(llm: LLM) -> None:
+        try:
+            params = SamplingParams(max_tokens=400, ignore_eos=True)
+            llm.generate([[1, 2, 3]], params, progress=lambda _: started.set())
+        except RuntimeError as error:
+            raised.append(error)
+
+    llm = LLM(folder, device="cpu", num_blocks=32)
+    thread = threading.Thread(target=generate, args=(llm,))
+    thread.start()
+    assert started.wait(60)
+    llm.close()
+    thread.join()
+    assert [str(error) for error in raised] == ["this LLM is closed"]
 
 
 def test_threads_share_the_model(llm: LLM):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-import threading
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ridgeline._fair_lock import FairLock
 from ridgeline._prompts import Prompt, chat_prompts, one_each, params_list, prompt_list, tokenize
 from ridgeline._setup import EngineOptions, Parts, build
 from ridgeline.chat import Messages
@@ -92,7 +92,7 @@ class LLM:
         progress: bool | Callable[[int, int], None] = False,
     ) -> None:
         self._parts: Parts | None = None
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         options = EngineOptions(
             dtype=dtype, device=device, block_size=block_size, max_model_len=max_model_len,
             gpu_memory_utilization=gpu_memory_utilization, num_blocks=num_blocks,
@@ -238,9 +238,10 @@ class LLM:
 
     def close(self) -> None:
         """Ends all requests and gives the memory back; a second call does nothing."""
-        parts, self._parts = self._parts, None
-        if parts is not None:
-            parts.close()
+        with self._lock:
+            parts, self._parts = self._parts, None
+            if parts is not None:
+                parts.close()
 
     def __enter__(self) -> LLM:
         return self
