@@ -61,7 +61,7 @@ class Case:
     shared: int = 0
 
     def prompts(self, vocab: int, seed: int) -> list[list[int]]:
-        draw = random.Random(seed)
+        draw = random.Random(f"{self} {seed}")  # no two cases begin alike
 
         def tokens(count: int) -> list[int]:
             return [draw.randrange(vocab) for _ in range(count)]
