@@ -149,7 +149,11 @@ def test_worked_out_frequencies_and_scalings(tmp_path: Path):
     rope = GgufFile(tmp_path / "a.gguf").config().layers[0].rope
     assert rope.kind == "longrope" and rope.scaling["attention_factor"] == 1
     assert rope.scaling["short_factor"] == pytest.approx(factors.tolist())
-    keys = {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}
+    keys = {
+        "rope.scaling.type": "linear",
+        "rope.scaling.factor": 2.0,
+        "rope.scaling.original_context_length": 64.0,
+    }
     save(tmp_path / "b.gguf", Kind.F32, keys=keys)
     rope = GgufFile(tmp_path / "b.gguf").config().layers[0].rope
     assert (rope.kind, rope.scaling["factor"]) == ("linear", 2)
@@ -168,6 +172,15 @@ def test_metadata_that_is_not_understood_is_refused(tmp_path: Path, keys, messag
     save(tmp_path / "model.gguf", Kind.F32, keys=keys)
     with pytest.raises(ValueError, match=rf"model\.gguf: .*{message}"):
         GgufFile(tmp_path / "model.gguf").config()
+
+
+@pytest.mark.parametrize("key", ["embedding_length", "attention.head_count", "context_length"])
+def test_metadata_that_is_missing_is_named(tmp_path: Path, key: str):
+    save(tmp_path / "model.gguf", Kind.F32)
+    file = GgufFile(tmp_path / "model.gguf")
+    del file.values[f"llama.{key}"]
+    with pytest.raises(ValueError, match=rf"no metadata for: llama\.{key}$"):
+        file.config()
 
 
 def test_files_that_do_not_fit_or_are_broken(tmp_path: Path):

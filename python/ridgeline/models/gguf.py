@@ -31,6 +31,10 @@ _KEYS = {
     "rope.freq_base": "rope_theta",
     "vocab_size": "vocab_size",
 }
+_REQUIRED = (
+    "attention.head_count", "block_count", "context_length", "embedding_length",
+    "feed_forward_length",
+)  # fmt: skip
 _READ = {
     "attention.value_length", "expert_count", "expert_used_count", "rope.dimension_count",
     "rope.scaling.factor", "rope.scaling.finetuned", "rope.scaling.original_context_length",
@@ -98,8 +102,12 @@ class GgufFile:
             raise ValueError("experts (expert_count) are not read from GGUF files")
         for key in sorted(own.keys() - _KEYS.keys() - _READ):
             config[f"{kind}.{key}"] = own[key]  # refused with its name
-        rotated, heads = own.get("rope.dimension_count"), own.get("attention.head_count", 1)
-        if rotated not in (None, own.get("attention.key_length", own["embedding_length"] // heads)):
+        missing = [f"{kind}.{key}" for key in _REQUIRED if not own.get(key)]
+        if missing:
+            raise ValueError(f"no metadata for: {', '.join(missing)}")
+        head_dim = own["embedding_length"] // own["attention.head_count"]
+        rotated = own.get("rope.dimension_count")
+        if rotated not in (None, own.get("attention.key_length", head_dim)):
             raise ValueError(f"rope.dimension_count: expected whole heads, got {rotated}")
         config["rope_scaling"] = self._scaling(own)
         config["tie_word_embeddings"] = "output.weight" not in self.tensors
@@ -122,7 +130,9 @@ class GgufFile:
             return None
         scaling = {"rope_type": kind, "factor": own.get("rope.scaling.factor")}
         length = own.get("rope.scaling.original_context_length")
-        return scaling | ({"original_max_position_embeddings": length} if length else {})
+        if length and kind != "linear":  # which does not depend on it
+            scaling["original_max_position_embeddings"] = length
+        return scaling
 
 
 class GgufCheckpoint:
