@@ -163,6 +163,19 @@ def test_a_layer_left_as_it_was_is_read_so(tmp_path: Path):
     assert isinstance(layer.down, DenseLinear) and isinstance(layer.up, Int4Linear)
 
 
+def test_a_bias_that_the_model_lacks_must_be_zero(tmp_path: Path):
+    quantized_files.save(tmp_path, quantized_files.gptq())
+    path, name = tmp_path / "model.safetensors", "model.layers.0.self_attn.q_proj.bias"
+    tensors = load_file(path)
+    tensors[name] = torch.zeros(128)
+    save_file(tensors, path)
+    assert load(tmp_path).layers[0].qkv.bias is None
+    tensors[name][5] = 1
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=f"not part of the architecture: {name}"):
+        load(tmp_path)
+
+
 def test_tensors_that_do_not_fit_the_format_are_all_listed(tmp_path: Path):
     quantized_files.save(tmp_path, quantized_files.gptq())
     path, name = tmp_path / "model.safetensors", "model.layers.0.self_attn"

@@ -203,7 +203,7 @@ class Checkpoint:
                     if name not in self._stored]  # fmt: skip
         for name, (shape, _) in self._stored.items():
             if name not in expected:
-                if not self._may_be_left_over(name):
+                if not self._may_be_left_over(name) and not self._is_zero_bias(name):
                     problems.append(f"not part of the architecture: {name}")
             elif shape != expected[name]:
                 problems.append(
@@ -257,6 +257,11 @@ class Checkpoint:
         tied_head = self._config.tied_embeddings and name == f"{head}.weight"
         ignored = spec.ignored + (() if stored_format is None else stored_format.ignored)
         return tied_head or name.startswith(spec.ignored) or name.endswith(ignored)
+
+    def _is_zero_bias(self, name: str) -> bool:
+        """Early GPTQ tools give every matrix a bias: zeros where the model has none."""
+        module, _, end = name.rpartition(".")
+        return end == "bias" and f"{module}.qweight" in self._stored and not self._get(name).any()
 
 
 def _open(path: Path, device: torch.device) -> Any:
