@@ -13,6 +13,7 @@ import pytest
 import tiny_model
 from ridgeline import LLM, SamplingParams
 from ridgeline._fair_lock import FairLock
+from ridgeline.core import Core
 from ridgeline.request import Request, Sequence
 from tiny_model import one_thread  # noqa: F401
 
@@ -326,6 +327,25 @@ def test_a_tokenizer_that_fails_loses_only_that_request(llm: LLM, monkeypatch):
     with pytest.raises(RuntimeError, match="no such character"):
         raise outputs[1].error
     assert llm.stats().used_blocks == 0
+
+
+def test_an_interrupt_between_scheduling_and_running_loses_no_token(llm: LLM, monkeypatch):
+    expected = llm.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
+    stream = llm.stream([5, 6, 7], GREEDY)
+    tokens = list(next(stream).token_ids)
+    schedule = Core._schedule
+
+    def interrupted(self: Core, only: list[int]) -> Any:
+        monkeypatch.setattr(Core, "_schedule", schedule)
+        schedule(self, only)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Core, "_schedule", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([1, 2, 3], GREEDY)
+    tokens += [token for piece in stream for token in piece.token_ids]
+    assert tokens == expected
+    assert llm.stats().used_blocks == llm.stats().in_flight == 0
 
 
 def test_who_waits_for_the_lock_comes_before_who_releases_it():

@@ -147,6 +147,13 @@ class Core:
 
     def step(self) -> bool:
         """One turn of the loop; False if there was nothing to do."""
+        try:
+            return self._step()
+        except BaseException:  # an interrupt, at any point: nothing stays half scheduled
+            self._discard()
+            raise
+
+    def _step(self) -> bool:
         only, before = self._next_suspect(), len(self._sequences)
         outputs = self._suspects[0].num_output_tokens if only else 0
         batch = self._schedule(only)
@@ -161,9 +168,6 @@ class Core:
             except Exception as error:
                 self._fail(error, batch)
                 return True
-            except BaseException:
-                self._discard()
-                raise
             if self._runner.asynchronous and not only and len(self._in_flight) < 2:
                 return True
         if not self._in_flight:  # deadlines may have ended some
@@ -212,9 +216,6 @@ class Core:
             tokens = result.tokens()
         except Exception as error:
             return self._fail(error)
-        except BaseException:
-            self._discard()
-            raise
         self._in_flight.popleft()
         now = self._clock()
         if self._unscheduled and batch.num_tokens > batch.num_decode_tokens:
