@@ -76,13 +76,13 @@ class Starter:
             stored_weights=stored_weights,
         )
         self.plan.check()
-        # Measured roofs are for the trace: measuring takes a second and 2 GB, which are free yet.
-        self._roofs: Roofs | None
-        if self._on_gpu and options.trace is not None:
+        # Measuring takes a second and 2 GB, which are free yet: for the trace, and for decisions
+        # by predicted time on a GPU whose peaks are not known.
+        self._roofs: Roofs | None = peaks(str(device))
+        predicts = options.latency_target is not None or options.swap_space > 0
+        if self._on_gpu and (options.trace is not None or (predicts and self._roofs is None)):
             self._roofs = measure_roofs(str(device))
             torch.cuda.empty_cache()
-        else:
-            self._roofs = peaks(str(device))
 
     def start(self, decoder: Decoder) -> Started:
         """Allocates everything that steps will use."""

@@ -174,6 +174,8 @@ class Runner:
     def close(self) -> None:
         if self._graphs is not None:
             self._graphs.clear()
+        if self._swap_space is not None:
+            self._swap_space.close()
 
     def _apply_lists(self, step: _StepArrays) -> None:
         """Block-table entries that changed, and copies of blocks about to be written."""

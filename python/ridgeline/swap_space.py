@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ Pairs = Sequence[tuple[int, int]]
 
 
 class SwapSpace:
-    """As many blocks as ``num_blocks`` of a cache, pinned if that is on a GPU.
+    """As many blocks as ``num_blocks`` of a cache, pinned if that is on a GPU until :meth:`close`.
 
     Copies are asynchronous, in the order of the calls on the current stream.
     """
@@ -25,10 +26,20 @@ class SwapSpace:
         device += [t for t in (*cache.k_scale, *cache.v_scale) if t is not None]
         # Bytes, since not every dtype of a cache can be gathered.
         self._device = [t.view(torch.uint8) for t in device]
+        # Pinned here: torch's pinned memory has sizes of powers of two and is kept for reuse.
         self._host = [
-            torch.empty((num_blocks, *t.shape[1:]), dtype=torch.uint8, pin_memory=t.is_cuda)
-            for t in self._device
+            torch.empty((num_blocks, *t.shape[1:]), dtype=torch.uint8) for t in self._device
         ]
+        self._pinned: list[Tensor] = []
+        for t in self._host if self._device[0].is_cuda else ():
+            _check(torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0), t.nbytes)
+            self._pinned.append(t)
+
+    def close(self) -> None:
+        """Requires: no copy is running any more."""
+        for t in self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(t.data_ptr())
+        self._pinned.clear()
 
     def save(self, pairs: Pairs) -> None:
         """(block, host block): to the host."""
@@ -56,6 +67,11 @@ class SwapSpace:
 def swap_blocks(layout: KVCacheLayout, gib: float) -> int:
     """How many blocks fit into so much host memory."""
     return int(gib * 2**30) // layout.block_bytes
+
+
+def _check(error: Any, size: int) -> None:
+    if int(error) != 0:
+        raise MemoryError(f"swap_space: {size / 2**30:.2f} GiB of host memory cannot be pinned")
 
 
 def _blocks(values: Tensor) -> Tensor:
