@@ -156,6 +156,32 @@ def fp8(layer: Layer) -> None:
         )  # fmt: skip
 
 
+def int8(layer: Layer) -> None:
+    def codes(rows: int) -> Tensor:
+        return torch.randint(
+            -127, 128, (rows, layer.K), device=layer.bench.device, dtype=torch.int8
+        )
+
+    def make() -> list[Tensor]:
+        scales = [torch.rand(n, device=layer.bench.device) + 0.5 for n in (layer.N, layer.M)]
+        return [codes(layer.M), codes(layer.N), *scales]
+
+    like = tuple(make())
+    for chained in (False, True):
+        layer.measure(
+            "int8_linear", "ridgeline", make,
+            lambda x, w, s, xs, ready=chained: ops.int8_linear(
+                x, w, s, x_scale=xs, weights_ready=ready
+            ),
+            like=like, chained=chained,
+        )  # fmt: skip
+    if layer.bench.device == "cpu":
+        return
+    layer.measure(
+        "int8_linear", "int_mm", make, lambda x, w, s, xs: torch._int_mm(x, w.t()), like=like
+    )
+
+
 def main() -> None:
     bench = Bench.from_args(__doc__)
     shapes, rows = SHAPES, ROWS
@@ -169,6 +195,7 @@ def main() -> None:
             dense(layer)
             int4(layer)
             fp8(layer)
+            int8(layer)
 
 
 if __name__ == "__main__":

@@ -124,6 +124,7 @@ def products(device: str) -> list[tuple[str, Callable[[Tensor], Tensor], int]]:
     bias = torch.randn(N, generator=generator).bfloat16().to(device)
     int4 = ops.pack_int4(weight, 64, zero_point=True)
     fp8 = weight.to(torch.float8_e4m3fn)
+    int8 = ops.quantize_int8(weight)[0]
     scale = (torch.rand(N, generator=generator) + 0.5).to(device)
     return [
         ("dense", lambda x: ops.linear(x, weight, bias, batch_invariant=True), K),
@@ -140,11 +141,12 @@ def products(device: str) -> list[tuple[str, Callable[[Tensor], Tensor], int]]:
             K,
         ),
         ("fp8", lambda x: ops.fp8_linear(x, fp8, scale, bias, batch_invariant=True), K),
+        ("int8", lambda x: ops.int8_linear(x, int8, scale, bias, batch_invariant=True), K),
     ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(7))
 def test_a_row_has_the_same_bits_in_every_batch(index: int, device: str) -> None:
     name, multiply, K = products(device)[index]
     x = torch.randn(300, K, generator=torch.Generator().manual_seed(6)).bfloat16().to(device)

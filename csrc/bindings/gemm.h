@@ -35,34 +35,36 @@ struct GemmOptions {
   bool weights_ready;
 };
 
-/// The rows of x and the scale of an fp8 x; `dtype` is the output's.
+/// The rows of x and the scale of x in `codes`, of 8 bits; `dtype` is the output's.
 inline GemmInput gemm_input(const Tensor& x, const OptionalTensor& x_scale, std::int64_t K,
-                            DType dtype, const GemmOptions& options) {
+                            DType dtype, const GemmOptions& options,
+                            DType codes = DType::kFloat8E4M3) {
   const Rows rows = rows_of(x, "x");
   check(rows.cols == K, "x: expected a last dimension of ", K, " as weight has, got shape ",
         to_text(x.sizes()));
   GemmInput input{.dtype = dtype_of(x, "x"), .data = x.data_ptr(), .stride_row = rows.stride};
-  const bool is_fp8 = input.dtype == DType::kFloat8E4M3;
-  check(is_fp8 || input.dtype == dtype, "x: expected dtype ", name_of(dtype), ", got ",
+  const bool is_codes = input.dtype == codes, by_groups = codes == DType::kFloat8E4M3;
+  check(is_codes || input.dtype == dtype, "x: expected dtype ", name_of(dtype), ", got ",
         name_of(input.dtype));
-  check(is_fp8 == x_scale.has_value(), "x_scale: expected ", is_fp8 ? "a tensor" : "None",
+  check(is_codes == x_scale.has_value(), "x_scale: expected ", is_codes ? "a tensor" : "None",
         " for x of ", name_of(input.dtype), ", got ", x_scale ? "a tensor" : "None");
   if (x_scale) {
     Expect(*x_scale, "x_scale").dtype(DType::kFloat32).on_device_of(x, "x").contiguous();
     const std::int64_t groups = ceil_div<std::int64_t>(K, kScaleBlock), count = x_scale->numel();
     const bool per_row = count == rows.count, one = count == 1;
-    const bool per_group = !one && !per_row && count == rows.count * groups &&
+    const bool per_group = by_groups && !one && !per_row && count == rows.count * groups &&
                            x_scale->size(x_scale->dim() - 1) == groups;
+    const std::string of_groups =
+        by_groups ? " or [..., " + std::to_string(groups) + "] (one a group of 128 columns)" : "";
     check(one || per_row || per_group, "x_scale: expected one value, ", rows.count,
-          " (one a row of x) or [..., ", groups, "] (one a group of 128 columns), got shape ",
-          to_text(x_scale->sizes()));
+          " (one a row of x)", of_groups, ", got shape ", to_text(x_scale->sizes()));
     input.scale = static_cast<const float*>(x_scale->data_ptr());
     input.scale_per_row = per_row && !one;
     input.scale_per_group = per_group;
   }
   if (options.norm_weight) {
     const Tensor& norm = *options.norm_weight;
-    check(!is_fp8, "norm_weight: expected None for x of float8_e4m3fn, got a tensor");
+    check(!is_codes, "norm_weight: expected None for x of ", name_of(codes), ", got a tensor");
     Expect(norm, "norm_weight").dtype({dtype, DType::kFloat32}).on_device_of(x, "x").shape({K});
     Expect(norm, "norm_weight").contiguous();
     input.norm_weight = norm.data_ptr();
@@ -282,27 +284,62 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_sc
   return y;
 }
 
+template <class Backend>
+Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                   const Tensor& x_scale, const OptionalTensor& bias,
+                   const std::string& out_dtype, const std::string& activation,
+                   const OptionalTensor& residual, bool batch_invariant, bool weights_ready) {
+  const Backend on(x, "x");
+  const OptionalTensor no_norm;
+  const GemmOptions options{bias, activation, residual, no_norm, 0.0, batch_invariant,
+                            weights_ready};
+  const DType dtype = named_dtype(out_dtype);
+  Expect(x, "x").dtype(DType::kInt8);
+  expect_quantized_dtype<Backend>(dtype, "out_dtype");
+  Expect(weight, "weight").dim(2).dtype(DType::kInt8).on_device_of(x, "x");
+  Expect(weight, "weight").last_dim_contiguous();
+  Expect(weight_scale, "weight_scale").dtype(DType::kFloat32).on_device_of(x, "x").contiguous();
+  const std::int64_t N = weight.size(0), K = weight.size(1);
+  check(K <= kMostColumnsOfInt8, "weight: expected at most ", kMostColumnsOfInt8,
+        " columns, whose products of int8 fit int32, got ", K);
+  check(weight_scale.numel() == 1 || weight_scale.numel() == N,
+        "weight_scale: expected one value or [", N, "], got shape ", to_text(weight_scale.sizes()));
+  Tensor y;
+  GemmParams params = gemm_params(x, gemm_input(x, x_scale, K, dtype, options, DType::kInt8),
+                                  dtype, N, K, options, y);
+  params.weight = {.format = WeightFormat::kInt8,
+                   .data = weight.data_ptr(),
+                   .stride_row = N > 1 ? weight.stride(0) : K,
+                   .scales = weight_scale.data_ptr(),
+                   .scale_layout =
+                       weight_scale.numel() == N ? ScaleLayout::kRow : ScaleLayout::kTensor};
+  run_gemm(on, x, params);
+  return y;
+}
+
 /// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" (in groups of 128)
-/// or "fp8", or "fp8_fp8" for x of fp8 too; rows are taken to be aligned.
+/// or "fp8", or "fp8_fp8" for x of fp8 too, or "int8"; rows are taken to be aligned.
 inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                              const std::string& dtype, const std::string& format,
                              const std::string& activation, bool library, bool batch_invariant,
                              bool hopper) {
-  check(format == "dense" || format == "int4" || format == "fp8" || format == "fp8_fp8",
-        "format: expected 'dense', 'int4', 'fp8' or 'fp8_fp8', got '", format, "'");
+  const bool known = format == "dense" || format == "int4" || format == "int8" ||
+                     format == "fp8" || format == "fp8_fp8";
+  check(known, "format: expected 'dense', 'int4', 'int8', 'fp8' or 'fp8_fp8', got '", format, "'");
   const gemm_config::Shape shape{.M = M,
                                  .N = checked_int32(N, "N"),
                                  .K = checked_int32(K, "K"),
                                  .dtype = named_dtype(dtype),
                                  .format = format == "dense"  ? WeightFormat::kDense
                                            : format == "int4" ? WeightFormat::kInt4
+                                           : format == "int8" ? WeightFormat::kInt8
                                                               : WeightFormat::kFp8,
                                  .activation = activation_of(activation),
                                  .group = kScaleBlock,
                                  .hopper = hopper,
                                  .weight_aligned = true,
                                  .whole_vectors = true,
-                                 .fp8_x = format == "fp8_fp8",
+                                 .byte_x = format == "fp8_fp8" || format == "int8",
                                  .library = library,
                                  .batch_invariant = batch_invariant};
   return gemm_config::choose(shape).to_text();
@@ -313,6 +350,7 @@ void register_gemm(torch::stable::detail::StableLibrary& m) {
   m.impl("linear", TORCH_BOX(&linear<Backend>));
   m.impl("int4_linear", TORCH_BOX(&int4_linear<Backend>));
   m.impl("fp8_linear", TORCH_BOX(&fp8_linear<Backend>));
+  m.impl("int8_linear", TORCH_BOX(&int8_linear<Backend>));
 }
 
 }  // namespace ridgeline::bindings

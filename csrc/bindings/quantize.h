@@ -35,13 +35,13 @@ inline std::vector<std::int64_t> scale_sizes(const Tensor& x, const Rows& rows,
 }
 
 template <class Backend>
-std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::string& granularity_name) {
+std::tuple<Tensor, Tensor> quantize(const Tensor& x, QuantizeParams::Granularity granularity,
+                                    DType codes) {
   const Backend on(x, "x");
   Expect(x, "x").float_dtype();
   const Rows rows = rows_of(x, "x");
-  const QuantizeParams::Granularity granularity = granularity_of(granularity_name);
   const std::vector<std::int64_t> sizes = scale_sizes(x, rows, granularity);
-  const Tensor q = empty_on_device_of(x, sizes_of(x), DType::kFloat8E4M3);
+  const Tensor q = empty_on_device_of(x, sizes_of(x), codes);
   const Tensor scale = empty_on_device_of(x, sizes, DType::kFloat32);
   const bool has_partials =
       Backend::kIsCuda && granularity == QuantizeParams::Granularity::kTensor;
@@ -49,6 +49,7 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::string& gran
       x, {has_partials ? QuantizeParams::kPartials : 0}, DType::kFloat32);
   const QuantizeParams params{.dtype = dtype_of(x, "x"),
                               .granularity = granularity,
+                              .codes = codes,
                               .rows = rows.count,
                               .cols = checked_int32(rows.cols, "x: columns"),
                               .x = x.data_ptr(),
@@ -57,16 +58,27 @@ std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::string& gran
                               .scale = static_cast<float*>(scale.data_ptr()),
                               .partials = static_cast<float*>(partials.data_ptr())};
   if constexpr (Backend::kIsCuda) {
-    ridgeline::quantize_fp8(params, on.stream());
+    ridgeline::quantize(params, on.stream());
   } else {
-    cpu::quantize_fp8(params);
+    cpu::quantize(params);
   }
   return {q, scale};
 }
 
 template <class Backend>
+std::tuple<Tensor, Tensor> quantize_fp8(const Tensor& x, const std::string& granularity) {
+  return quantize<Backend>(x, granularity_of(granularity), DType::kFloat8E4M3);
+}
+
+template <class Backend>
+std::tuple<Tensor, Tensor> quantize_int8(const Tensor& x) {
+  return quantize<Backend>(x, QuantizeParams::Granularity::kRow, DType::kInt8);
+}
+
+template <class Backend>
 void register_quantize(torch::stable::detail::StableLibrary& m) {
   m.impl("quantize_fp8", TORCH_BOX(&quantize_fp8<Backend>));
+  m.impl("quantize_int8", TORCH_BOX(&quantize_int8<Backend>));
 }
 
 }  // namespace ridgeline::bindings

@@ -53,6 +53,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def("softmax(Tensor x) -> Tensor");
 
   m.def("quantize_fp8(Tensor x, str granularity) -> (Tensor, Tensor)");
+  m.def("quantize_int8(Tensor x) -> (Tensor, Tensor)");
 
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, str activation, Tensor? residual, "
@@ -65,6 +66,10 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? x_scale, "
       "str out_dtype, str activation, Tensor? residual, Tensor? norm_weight, float norm_eps, "
       "bool batch_invariant, bool weights_ready) -> Tensor");
+  m.def(
+      "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor x_scale, Tensor? bias, "
+      "str out_dtype, str activation, Tensor? residual, bool batch_invariant, bool weights_ready) "
+      "-> Tensor");
   m.def(
       "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, Tensor? bias, "
       "str activation) -> Tensor");

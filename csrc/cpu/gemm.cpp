@@ -79,6 +79,9 @@ void expand_x(const GemmParams& params, float* out) {
       float* expanded = params.x.perm ? unpermuted.data() : target;
       if (params.x.dtype == DType::kFloat8E4M3) {
         expand_row_of_fp8(params, row, expanded);
+      } else if (params.x.dtype == DType::kInt8) {
+        const auto* x = static_cast<const std::int8_t*>(params.x.data);
+        std::copy_n(x + row * params.x.stride_row, params.K, expanded);
       } else {
         dispatch_float(params.x.dtype, [&](auto type) {
           expand_row_of_x<typename decltype(type)::type>(params, row, expanded);
@@ -193,6 +196,8 @@ void expand_tile(const GemmParams& params, const Tile& tile) {
       expand_rows<std::uint8_t>(params, tile, e4m3_to_float);
       if (params.weight.scale_layout == ScaleLayout::kBlock) scale_blocks(params, tile);
       return;
+    case WeightFormat::kInt8:
+      return expand_rows<std::int8_t>(params, tile, [](std::int8_t code) { return float(code); });
     case WeightFormat::kDense:
       return dispatch_float(params.dtype, [&](auto type) {
         using T = typename decltype(type)::type;
@@ -241,8 +246,7 @@ void store_sums(const GemmParams& params, std::int64_t row0, const float* sums, 
   for (int c = 0; c < rows; ++c) {
     const std::int64_t n = row0 + c;
     float column_scale = 1.0f, bias = 0.0f;
-    if (params.weight.format == WeightFormat::kFp8 &&
-        params.weight.scale_layout != ScaleLayout::kBlock)
+    if (params.weight.scales_products())
       column_scale = scales[params.weight.scale_layout == ScaleLayout::kRow ? n : 0];
     if (params.bias)
       dispatch_float(params.dtype, [&](auto type) {

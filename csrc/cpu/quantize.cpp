@@ -48,7 +48,7 @@ void encode_piece(const QuantizeParams& params, std::int64_t row, std::int64_t f
                   std::int64_t count, float scale, float* buffer) {
   const T* source = static_cast<const T*>(params.x) + row * params.stride_x_row + first;
   auto* q = static_cast<std::uint8_t*>(params.q) + row * params.cols + first;
-  encode(as_floats(source, count, buffer), count, scale, DType::kFloat8E4M3, q);
+  encode(as_floats(source, count, buffer), count, scale, params.codes, q);
 }
 
 /// One scale for everything: the rows' own maxima first, in parallel.
@@ -86,7 +86,7 @@ void quantize_extents(const QuantizeParams& params, Extent extent) {
       float amax = 0.0f;
       for (std::int64_t row = first_row; row < last_row; ++row)
         amax = maximum(amax, amax_of<T>(params, row, first, count, buffer.data()));
-      params.scale[i] = scale_of_amax(amax, DType::kFloat8E4M3);
+      params.scale[i] = scale_of_amax(amax, params.codes);
       for (std::int64_t row = first_row; row < last_row; ++row)
         encode_piece<T>(params, row, first, count, params.scale[i], buffer.data());
     }
@@ -95,14 +95,14 @@ void quantize_extents(const QuantizeParams& params, Extent extent) {
 
 }  // namespace
 
-void quantize_fp8(const QuantizeParams& params) {
+void quantize(const QuantizeParams& params) {
   dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (params.granularity == Granularity::kTensor) return quantize_tensor<T>(params);
     if (params.rows == 0) return;
     if (params.cols == 0) {  // a scale a row, and nothing to encode
       if (params.granularity == Granularity::kRow)
-        std::fill_n(params.scale, params.rows, scale_of_amax(0.0f, DType::kFloat8E4M3));
+        std::fill_n(params.scale, params.rows, scale_of_amax(0.0f, params.codes));
       return;
     }
     quantize_extents<T>(params, extent_of(params));

@@ -21,10 +21,17 @@ bool is_aligned(const void* address, std::int64_t stride_bytes) {
          stride_bytes % kVectorBytes == 0;
 }
 
+bool rows_aligned(const void* data, std::int64_t rows, std::int64_t stride_bytes) {
+  return is_aligned(data, rows > 1 ? stride_bytes : 0);
+}
+
 bool weight_aligned(const GemmParams& p) {
-  const auto element =
-      static_cast<std::int64_t>(p.weight.format == WeightFormat::kFp8 ? 1 : size_of(p.dtype));
+  const bool bytes = p.weight.format == WeightFormat::kFp8 || p.weight.format == WeightFormat::kInt8;
+  const auto element = static_cast<std::int64_t>(bytes ? 1 : size_of(p.dtype));
   if (p.weight.format == WeightFormat::kInt4) return true;
+  // No kernel prepares codes of int8.
+  if (p.weight.format == WeightFormat::kInt8 && !rows_aligned(p.x.data, p.M, p.x.stride_row))
+    return false;
   return is_aligned(p.weight.data, p.weight.stride_row * element) &&
          p.K * element % kVectorBytes == 0;
 }
@@ -78,6 +85,7 @@ bool folds_norm(const GemmParams& p, const Config& config) {
 }
 
 bool must_prepare(const GemmParams& p, const Config& config) {
+  if (p.weight.format == WeightFormat::kInt8) return false;
   const bool takes_fp8 = p.weight.format == WeightFormat::kFp8 &&
                          (config.path == Path::kFp8 ||
                           (!p.x.scale_per_group &&
@@ -89,6 +97,14 @@ bool must_prepare(const GemmParams& p, const Config& config) {
   const auto element = static_cast<std::int64_t>(size_of(p.x.dtype));
   const std::int64_t stride = p.M > 1 ? p.x.stride_row : 0;
   return !is_aligned(p.x.data, stride * element) || p.K * element % kVectorBytes != 0;
+}
+
+/// int8 as the kernels for few rows take it: two in the place of a column of 16 bits.
+GemmParams in_pairs(GemmParams p) {
+  p.K /= 2;
+  p.x.stride_row /= 2;
+  p.weight.stride_row /= 2;
+  return p;
 }
 
 /// Why the kernel that takes any alignment multiplies, and no faster one.
@@ -114,10 +130,10 @@ Plan plan_of(const GemmParams& p) {
                     .hopper = device::runs_sm90a() && strides_are_mappable(p),
                     .weight_aligned = weight_aligned(p),
                     .whole_vectors = has_whole_vectors(p),
-                    .fp8_x = p.x.dtype == DType::kFloat8E4M3 && !p.x.perm &&
-                             p.weight.format == WeightFormat::kFp8 &&
-                             parts_have_scales(p) &&
-                             is_aligned(p.x.data, p.M > 1 ? p.x.stride_row : 0),
+                    .byte_x = p.weight.format == WeightFormat::kInt8 ||
+                              (p.x.dtype == DType::kFloat8E4M3 && !p.x.perm &&
+                               p.weight.format == WeightFormat::kFp8 && parts_have_scales(p) &&
+                               rows_aligned(p.x.data, p.M, p.x.stride_row)),
                     .library = library_takes(p),
                     .batch_invariant = p.batch_invariant};
   Plan plan{.config = gemm_config::choose(shape)};
@@ -179,6 +195,8 @@ void gemm(const GemmParams& params, Stream stream) {
            .scale = p.x.scale_per_group ? nullptr : p.x.scale,  // else in the values already
            .scale_per_row = p.x.scale_per_row};
   }
+  const bool by_bytes = plan.config.path == Path::kFp8 || plan.config.path == Path::kSimple;
+  if (p.weight.format == WeightFormat::kInt8 && !by_bytes) p = in_pairs(p);
   auto* partials = reinterpret_cast<float*>(workspace + plan.partials);
   switch (plan.config.path) {
     case Path::kStrips:

@@ -14,9 +14,13 @@ enum class WeightFormat : std::uint8_t {
   kDense,  // [N, K] of the output's dtype
   kInt4,   // Int4Layout below
   kFp8,    // [N, K] e4m3
+  kInt8,   // [N, K] int8, of an int8 x alone: sums are exact in int32
 };
 
-/// Where the float32 scales of fp8 weights apply.
+/// Where products of int8 are summed in int32, -128 by -128 fits so many times.
+constexpr std::int64_t kMostColumnsOfInt8 = 131071;
+
+/// Where the float32 scales of fp8 weights apply; those of int8 are kTensor or kRow.
 enum class ScaleLayout : std::uint8_t {
   kTensor,  // one for the whole
   kRow,     // [N], one an output column
@@ -44,18 +48,24 @@ struct GemmWeight {
   WeightFormat format = WeightFormat::kDense;
   const void* data = nullptr;
   std::int64_t stride_row = 0;                // elements; unused by kInt4
-  const void* scales = nullptr;               // kInt4: [groups, N] as the output; kFp8: float32
-  ScaleLayout scale_layout = ScaleLayout::kTensor;  // of kFp8
+  const void* scales = nullptr;               // kInt4: [groups, N] as the output; else float32
+  ScaleLayout scale_layout = ScaleLayout::kTensor;  // of kFp8 and kInt8
   const std::uint8_t* zeros = nullptr;        // kInt4: [groups, N], or null: 8
   std::int32_t group = 0;                     // kInt4: columns a scale covers: 32 i, or K
+
+  /// Whether products are multiplied by a scale of their weight row, or of all.
+  constexpr bool scales_products() const {
+    return format == WeightFormat::kInt8 ||
+           (format == WeightFormat::kFp8 && scale_layout != ScaleLayout::kBlock);
+  }
 };
 
 /// The activations [M, K], and what happens to them before the product.
 struct GemmInput {
-  DType dtype = DType::kFloat32;              // the output's, or e4m3
+  DType dtype = DType::kFloat32;              // the output's, or e4m3, or int8
   const void* data = nullptr;
   std::int64_t stride_row = 0;                // elements
-  const float* scale = nullptr;               // of e4m3: the product is multiplied by it; or null
+  const float* scale = nullptr;               // of 8 bits: the product is multiplied by it
   bool scale_per_row = false;                 // scale is [M], else one value, ...
   bool scale_per_group = false;               // ... or [M, ceil(K / 128)], of the values of x
   const std::int32_t* perm = nullptr;         // column c of the weight meets perm[c] of x

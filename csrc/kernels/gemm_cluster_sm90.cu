@@ -20,10 +20,10 @@ using namespace gemm_cluster;
 /// Grid: (segments of K, tiles of 128 weight rows); the segments of a tile are a cluster. One warp
 /// requests stages of 64 or 128 columns of the tile and of all rows of x; two warpgroups multiply
 /// 64 weight rows each by 32 or 64 rows of x, the weight as wgmma's operand of 64 rows: 16-bit
-/// floats, and fp8 with an fp8 x, from shared memory, the others expanded into registers. At the
-/// end each block adds up, in order, its part of the cluster's sums, which it reads from shared
-/// memory next door. Sums in float32; of fp8 by fp8, of which the tensor cores keep 14 bits, every
-/// 128 columns anew.
+/// floats, int8, and fp8 with an fp8 x, from shared memory, the others expanded into registers. At
+/// the end each block adds up, in order, its part of the cluster's sums, which it reads from shared
+/// memory next door. Sums in float32, of int8 first in int32; of fp8 by fp8, of which the tensor
+/// cores keep 14 bits, every 128 columns anew.
 /// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
 template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -144,6 +144,8 @@ void launch_format(const GemmParams& p, int segments, Stream stream) {
       if (p.x.dtype == DType::kFloat8E4M3)
         return launch<T, std::uint8_t, kFp8, true, kTokens>(p, segments, stream);
       return launch<T, T, kFp8, false, kTokens>(p, segments, stream);
+    case WeightFormat::kInt8:
+      return launch<T, std::int8_t, WeightFormat::kInt8, false, kTokens>(p, segments, stream);
   }
 }
 

@@ -39,7 +39,9 @@ struct ClusterParams {
 template <WeightFormat kFormat, bool kFp8X, int kTokens>
 struct alignas(1024) Stage {
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
-  static constexpr int kCols = kFormat == WeightFormat::kDense ? 64 : 128;
+  // int8 is taken for columns of 16 bits, two in one: its bytes lie as a dense weight's.
+  static constexpr bool kWide = kFormat == WeightFormat::kDense || kFormat == WeightFormat::kInt8;
+  static constexpr int kCols = kWide ? 64 : 128;
   static constexpr int kXBoxes = kFp8X ? 1 : kCols / 64;
   char weight[2][kGroupRows * (kInt4 ? 64 : kRowBytes)];
   char x[kXBoxes][kTokens * kRowBytes];
@@ -130,7 +132,7 @@ struct Consumer {
   using SharedOf = Shared<kFormat, kFp8X, kTokens>;
   using StageOf = typename SharedOf::StageOf;
   using Wgmma = ptx::WgmmaFew<kTokens, E>;
-  using Sums = float[kTokens / 8][4];
+  using Sums = SumOf<E>[kTokens / 8][4];
   const GemmParams& p;
   int group, warp, lane;  // warpgroup; warp in it
   int row;                // first weight row of the warpgroup
@@ -234,7 +236,7 @@ struct Consumer {
       const StageOf& stage = shared.stages[i % kStages];
       const int k0 = (begin + i) * StageOf::kCols;
       ptx::mbarrier_wait(&shared.full[i % kStages], i / kStages % 2);
-      if constexpr (kFormat == WeightFormat::kDense) {
+      if constexpr (StageOf::kWide) {
         multiply_shared(stage, sums, true);
         ptx::wgmma_wait<1>();
         if (i > 0) release(i - 1);
@@ -286,7 +288,8 @@ struct Consumer {
     const int r = group * kGroupRows + warp * kStripRows + lane / 4;
 #pragma unroll
     for (int j = 0; j < kTokens / 2; ++j)
-      to[j / 4 * 8 + lane % 4 * 2 + j % 2][r + j % 4 / 2 * 8] = sums[j / 4][j % 4];
+      to[j / 4 * 8 + lane % 4 * 2 + j % 2][r + j % 4 / 2 * 8] =
+          static_cast<float>(sums[j / 4][j % 4]);
   }
 };
 

@@ -30,7 +30,7 @@ enum class Path : std::uint8_t {
   kStream,   // up to 16 rows: each warp streams a strip of the weight
   kTile,     // shared-memory tiles
   kExpand,   // Hopper, more rows: a weight of 4 or 8 bits is expanded between memory and wgmma
-  kFp8,      // Hopper, more rows, both operands e4m3
+  kFp8,      // Hopper, more rows, both operands of 8 bits
   kLibrary,  // cuBLASLt
   kSimple,   // any alignment, and float32 without the library
 };
@@ -46,7 +46,7 @@ struct Shape {
   bool hopper;          // the copy engine and wgmma are there and can reach x and the weight
   bool weight_aligned;  // 16-byte loads of weight rows are possible
   bool whole_vectors;   // Hopper's kernels for many rows can reach scales, residual and y
-  bool fp8_x;           // x is e4m3 and the copy engine can reach it
+  bool byte_x;          // x is e4m3, or int8, as the weight is and the copy engine can reach it
   bool library;         // cuBLASLt can be opened
   bool batch_invariant;
 };
@@ -90,7 +90,8 @@ constexpr std::int32_t segments_of(const Shape& shape) {
 constexpr std::int64_t strips_bytes(const Shape& shape) {
   constexpr std::int64_t kRing = 66 * 1024, kSums = 2 * 8 * kStripRows * sizeof(float);
   constexpr std::int64_t kUnit = 256 / sizeof(float);  // columns that share a byte of units
-  const std::int64_t cols = round_up<std::int64_t>(shape.K, 512);
+  const int together = shape.format == WeightFormat::kInt8 ? 2 : 1;  // int8 in a column of 16 bits
+  const std::int64_t cols = round_up<std::int64_t>(ceil_div(shape.K, together), 512);
   return kRing + shape.M * (kSums + 2 * cols + cols / kUnit + 32);
 }
 
@@ -206,7 +207,7 @@ constexpr bool cluster_beats_library(const Shape& shape) {
 }
 
 constexpr Path path_of(const Shape& shape) {
-  if (is_for_hopper_tiles(shape)) return shape.fp8_x ? Path::kFp8 : Path::kExpand;
+  if (is_for_hopper_tiles(shape)) return shape.byte_x ? Path::kFp8 : Path::kExpand;
   const bool dense = shape.format == WeightFormat::kDense;
   const bool may_call = dense && shape.library && !shape.batch_invariant;
   if (is_for_hopper(shape)) {
@@ -216,7 +217,7 @@ constexpr Path path_of(const Shape& shape) {
   }
   const bool full = shape.dtype == DType::kFloat32;
   if (full || !shape.weight_aligned) return may_call ? Path::kLibrary : Path::kSimple;
-  if (shape.M <= kStreamRows) return Path::kStream;
+  if (shape.M <= kStreamRows && shape.format != WeightFormat::kInt8) return Path::kStream;
   return may_call && shape.M > kFewRows ? Path::kLibrary : Path::kTile;
 }
 
@@ -237,7 +238,9 @@ constexpr Config choose(const Shape& shape) {
     config.tile_rows = shape.M <= 64 ? 64 : 128;
     const std::int64_t tiles =
         ceil_div<std::int64_t>(shape.M, config.tile_rows) * ceil_div(shape.N, kTileCols);
-    config.split = config.segments > 1 && tiles < kBlocksWanted;
+    // Sums of int8 in float32 depend on the cuts, beyond 2^24.
+    const bool invariant = shape.format == WeightFormat::kInt8 && shape.batch_invariant;
+    config.split = config.segments > 1 && tiles < kBlocksWanted && !invariant;
     config.fused = config.fused && !config.split;
   }
   if (config.path == Path::kSimple) config.fused = !is_gated(shape.activation);

@@ -1,10 +1,16 @@
 #pragma once
+#include <type_traits>
+
 #include "device/activation.cuh"
 #include "device/vec.cuh"
 #include "kernels/gemm.h"
 
 /// From a product's sum to y: scales, bias, activation, residual, in float32, one rounding.
 namespace ridgeline::gemm_detail {
+
+/// What products of E are added up in.
+template <class E>
+using SumOf = std::conditional_t<std::is_same_v<E, std::int8_t>, int, float>;
 
 template <class T>
 __device__ __forceinline__ float activate(Activation activation, float x) {
@@ -36,7 +42,7 @@ struct Operands {
 template <class T>
 __device__ __forceinline__ void load_of_column(Operands& operands, const GemmParams& p,
                                                std::int64_t n) {
-  if (p.weight.format == WeightFormat::kFp8 && p.weight.scale_layout != ScaleLayout::kBlock) {
+  if (p.weight.scales_products()) {
     const float* scales = static_cast<const float*>(p.weight.scales);
     operands.weight_scale = scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0];
   }

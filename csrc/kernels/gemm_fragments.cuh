@@ -14,6 +14,7 @@
 ///   dense  32 (f / 2) + 8 t + 4 (f % 2) + {0, 1, 2, 3}
 ///   fp8    16 t + 4 f + {0, 1, 2, 3}
 ///   int4   16 f + 2 t + {0, 1, 8, 9}: mma's own order, which is wgmma's too.
+/// int8 is taken for a dense weight of half the columns, two in one.
 namespace ridgeline::gemm_detail {
 
 using gemm_config::kBlockCols;
@@ -33,7 +34,8 @@ struct Lane {
 
 template <WeightFormat kFormat>
 struct Layout {
-  static constexpr bool kDense = kFormat == WeightFormat::kDense;
+  static constexpr bool kDense =
+      kFormat == WeightFormat::kDense || kFormat == WeightFormat::kInt8;
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
   static constexpr int kWeightBytes = kStripRows * (kDense ? 128 : kInt4 ? 32 : 64);
 
@@ -199,7 +201,7 @@ struct StripFragment {
   /// Step 2 half + j of tile `tile`.
   __device__ void step(std::uint32_t (&b)[2], int tile, int half, int j, const char* scales,
                        bool has_zeros, bool block_scaled, Lane lane) const {
-    if constexpr (kFormat == WeightFormat::kDense) {
+    if constexpr (Layout<kFormat>::kDense) {
       b[0] = words[tile][2 * j];
       b[1] = words[tile][2 * j + 1];
     } else if constexpr (kFormat == WeightFormat::kFp8) {

@@ -36,12 +36,22 @@ __device__ float weight_at(const GemmParams& p, std::int64_t n, int k) {
   const std::int64_t at = n * p.weight.stride_row + k;
   if constexpr (kFormat == WeightFormat::kDense)
     return device::to_float(static_cast<const T*>(p.weight.data)[at]);
+  if constexpr (kFormat == WeightFormat::kInt8)
+    return static_cast<const std::int8_t*>(p.weight.data)[at];
   float value = device::dequantise(static_cast<const std::uint8_t*>(p.weight.data)[at],
                                    DType::kFloat8E4M3, 1.0f);
   if (p.weight.scale_layout == ScaleLayout::kBlock)
     value *= static_cast<const float*>(
         p.weight.scales)[n / kScaleBlock * ceil_div(p.K, kScaleBlock) + k / kScaleBlock];
   return value;
+}
+
+/// One element of x as float32.
+template <class T, WeightFormat kFormat>
+__device__ float x_at(const GemmParams& p, std::int64_t m, int k) {
+  const std::int64_t at = m * p.x.stride_row + k;
+  if constexpr (kFormat == WeightFormat::kInt8) return static_cast<const std::int8_t*>(p.x.data)[at];
+  return device::to_float(static_cast<const T*>(p.x.data)[at]);
 }
 
 // ---- Kernels ------------------------------------------------------------------------------------
@@ -67,9 +77,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = threadIdx.x; i < kTile * kDepth; i += kThreads) {
       const int k = i % kDepth, r = i / kDepth;
       const bool in_k = k0 + k < p.K;
-      x_tile[k][r] = in_k && m0 + r < p.M ? device::to_float(static_cast<const T*>(
-                                                p.x.data)[(m0 + r) * p.x.stride_row + k0 + k])
-                                          : 0.0f;
+      x_tile[k][r] = in_k && m0 + r < p.M ? x_at<T, kFormat>(p, m0 + r, k0 + k) : 0.0f;
       weight_tile[k][r] = in_k && n0 + r < p.N ? weight_at<T, kFormat>(p, n0 + r, k0 + k) : 0.0f;
     }
     __syncthreads();  // the tiles are whole
@@ -163,6 +171,9 @@ void launch_simple(const GemmParams& gemm, float* partials, Stream stream) {
       return device::launch_chained<simple_kernel<T, WeightFormat::kDense>>(
           grid, dim3(kThreads), 0, stream, params, "linear: simple");
     if constexpr (sizeof(T) == 2) {
+      if (gemm.weight.format == WeightFormat::kInt8)
+        return device::launch_chained<simple_kernel<T, WeightFormat::kInt8>>(
+            grid, dim3(kThreads), 0, stream, params, "linear: simple");
       check(gemm.weight.format == WeightFormat::kFp8,
             "linear: no kernel for unaligned int4 weights");
       device::launch_chained<simple_kernel<T, WeightFormat::kFp8>>(grid, dim3(kThreads), 0, stream,

@@ -3,6 +3,7 @@
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
 #include "device/ptx/wgmma_fp8.cuh"
+#include "device/ptx/wgmma_int8.cuh"
 #include "kernels/gemm_launch.cuh"
 #include "kernels/gemm_sm90_fp8_store.cuh"
 
@@ -60,6 +61,41 @@ __device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile:
   }
 }
 
+/// int8: the tensor cores add up all columns, exactly; a stage is multiplied while the one before is
+/// given back.
+template <class Tile>
+__device__ __forceinline__ void multiply_exactly(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
+                                                 Sums<Tile>& sums, const Work& work,
+                                                 const Consumer& me) {
+  const auto release = [&](int stage) {
+    if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
+  };
+  int products[Tile::kCols / 8][4] = {}, before = -1;
+  for (int k = 0; k < work.steps; ++k, ring.next()) {
+    const std::uint64_t x = ptx::swizzled_operand(
+        shared.x[ring.stage][me.warpgroup * kWarpgroupRows], 16, 8 * kRowBytes);
+    const std::uint64_t weight =
+        ptx::swizzled_operand(shared.weight[ring.stage], 16, 8 * kRowBytes);
+    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+      ptx::WgmmaInt8<Tile::kCols>::mma(products, x + i * kStepBytes / 16,
+                                       weight + i * kStepBytes / 16, true);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    if (before >= 0) release(before);
+    before = ring.stage;
+  }
+  ptx::wgmma_wait<0>();
+  ptx::hold_registers(products);
+  release(before);
+#pragma unroll
+  for (int i = 0; i < Tile::kCols / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sums[0][i][j] = static_cast<float>(products[i][j]);
+}
+
 template <class Tile>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
                                               Ring<Tile::kStages>& ring, Sums<Tile>& sums,
@@ -83,12 +119,12 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// e4m3 times e4m3 on Hopper. Grid: as many blocks as SMs; where tiles are fewer, a cluster of
+/// e4m3 times e4m3, or int8 times int8, on Hopper. Grid: as many blocks as SMs; where tiles are fewer, a cluster of
 /// blocks for each, which share its columns of K. A block owns a tile of 128 rows of x by kCols
 /// weight rows at a time; one thread brings 128 columns of K a stage by the copy engine, two
-/// warpgroups of 64 rows multiply. The tensor cores keep 14 bits of a sum: its parts of 256 columns
-/// are added in float32, or those of 128 columns times their scales.
-/// Roofline: 2 M N K flops on the fp8 tensor cores.
+/// warpgroups of 64 rows multiply. Of e4m3 the tensor cores keep 14 bits of a sum: its parts of 256
+/// columns are added in float32, or those of 128 columns times their scales; of int8 all.
+/// Roofline: 2 M N K flops on the 8-bit tensor cores.
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
     fp8_kernel(const __grid_constant__ Launch launch) {
@@ -135,7 +171,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       float row_scale[2];
       if (!Tile::kBlocks) load_row_scales(launch.gemm, work.place, me, row_scale);
       Sums<Tile> sums;
-      multiply_tile<Tile>(launch, shared, ring, sums, work, me);
+      if constexpr (Tile::kInt8) {
+        multiply_exactly<Tile>(shared, ring, sums, work, me);
+      } else {
+        multiply_tile<Tile>(launch, shared, ring, sums, work, me);
+      }
       // The epilogue's addresses are not kept in registers while the tensor cores work.
       const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)));
       if (Tile::kBlocks) load_row_scales(launch.gemm, work.place, here, row_scale);
@@ -182,11 +222,11 @@ void launch_tiles(const GemmParams& p, int segments, Stream stream) {
                                            "linear: fp8", segments);
 }
 
-template <class T, bool kBlocks>
+template <class T, class E, bool kBlocks>
 void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
-  if (config.tile_cols == 256) return launch_tiles<Tile<T, 256, kBlocks, false>>(p, 1, stream);
-  if (config.segments == 1) return launch_tiles<Tile<T, 128, kBlocks, false>>(p, 1, stream);
-  launch_tiles<Tile<T, 128, kBlocks, true>>(p, config.segments, stream);
+  if (config.tile_cols == 256) return launch_tiles<Tile<T, E, 256, kBlocks, false>>(p, 1, stream);
+  if (config.segments == 1) return launch_tiles<Tile<T, E, 128, kBlocks, false>>(p, 1, stream);
+  launch_tiles<Tile<T, E, 128, kBlocks, true>>(p, config.segments, stream);
 }
 
 }  // namespace
@@ -194,9 +234,11 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, Stre
 void launch_fp8(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
+    if (p.weight.format == WeightFormat::kInt8)
+      return launch_tile_of<T, std::int8_t, false>(p, config, stream);
     if (p.weight.scale_layout == ScaleLayout::kBlock || p.x.scale_per_group)
-      return launch_tile_of<T, true>(p, config, stream);
-    launch_tile_of<T, false>(p, config, stream);
+      return launch_tile_of<T, std::uint8_t, true>(p, config, stream);
+    launch_tile_of<T, std::uint8_t, false>(p, config, stream);
   });
 }
 

@@ -175,10 +175,8 @@ struct Column {
   template <class T>
   __device__ __forceinline__ static Column load(const GemmParams& p, int n) {
     if (n >= p.N) return {0.0f, 0.0f};
-    const bool scaled = p.weight.format == WeightFormat::kFp8 &&
-                        p.weight.scale_layout != ScaleLayout::kBlock;
     const auto* scales = static_cast<const float*>(p.weight.scales);
-    return {scaled ? scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0] : 1.0f,
+    return {p.weight.scales_products() ? scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0] : 1.0f,
             p.bias ? device::to_float(static_cast<const T*>(p.bias)[n]) : 0.0f};
   }
 };

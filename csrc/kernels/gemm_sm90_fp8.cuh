@@ -3,7 +3,7 @@
 
 #include "kernels/gemm_sm90.cuh"
 
-/// What a block of the fp8 by fp8 kernel works on, and the warps that bring it.
+/// What a block of the kernel for operands of 8 bits works on, and the warps that bring it.
 namespace ridgeline::gemm_fp8 {
 
 using namespace gemm_sm90;
@@ -14,14 +14,16 @@ constexpr int kRows = kConsumers * kWarpgroupRows;  // of x, a tile
 constexpr int kStepBytes = 32;                      // 32 columns, the depth of one wgmma
 constexpr int kSteps = kRowBytes / kStepBytes;
 
-/// Of kCols weight rows: 256, or 128 where tiles are few. 128 of them are multiplied at a time and
-/// added to float32 sums every kAddEvery stages; kBlocks: times scales of 128 columns of K. kSplit:
-/// the blocks of a cluster share a tile's columns of K.
-template <class T_, int kCols_, bool kBlocks_, bool kSplit_>
+/// Of kCols weight rows: 256, or 128 where tiles are few. E: std::uint8_t, which stands for e4m3, of
+/// which 128 rows are multiplied at a time and added to float32 sums every kAddEvery stages; kBlocks:
+/// times scales of 128 columns of K. Or std::int8_t: exact sums, all of them on the tensor cores.
+/// kSplit: the blocks of a cluster share a tile's columns of K.
+template <class T_, class E_, int kCols_, bool kBlocks_, bool kSplit_>
 struct Tile {
   using T = T_;
+  static constexpr bool kInt8 = std::is_same_v<E_, std::int8_t>;
   static constexpr int kCols = kCols_;
-  static constexpr int kPartCols = kScaleBlock;
+  static constexpr int kPartCols = kInt8 ? kCols : kScaleBlock;
   static constexpr int kParts = kCols / kPartCols;
   static constexpr int kStages = kCols == 256 ? 4 : 6;
   static constexpr int kChunks = kCols / kChunk;  // of a warpgroup's sums

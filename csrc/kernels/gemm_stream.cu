@@ -192,6 +192,8 @@ void launch_format(const StreamParams& params, Stream stream) {
       return launch_rows<T, WeightFormat::kInt4>(params, stream);
     case WeightFormat::kFp8:
       return launch_rows<T, WeightFormat::kFp8>(params, stream);
+    case WeightFormat::kInt8:
+      return;  // has the tile kernel for all rows
   }
 }
 

@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kThreads + 2 * 32, 2)
   const int strips = params.order.strips(blockIdx.x);
   int stage = 0, parity = 0, row = params.order.first_row(blockIdx.x);
   for (int strip = 0; strip < strips; ++strip) {
-    Sums whole;  // dense
+    Sums<E> whole;  // dense and int8
     float sums[4] = {};
     for (int chunk = warp; chunk < params.chunks; chunk += kWarps) {
       const char* weight = shared.weight[warp][stage];
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kThreads + 2 * 32, 2)
         const char* weight_box = weight + box * kBoxBytes;
         const int at = (chunk * kBoxes + box) * kBoxCols<kFormat> * 2;
         if constexpr (kFp8) {
-          Sums part;
+          Sums<E> part;
           multiply_fp8<E>(weight_box, x_lane, at, part, lane);
 #pragma unroll
           for (int i = 0; i < 4; ++i)
@@ -151,6 +151,8 @@ template <class T>
 void launch_format(const GemmParams& p, Stream stream) {
   constexpr auto kDense = WeightFormat::kDense, kFp8 = WeightFormat::kFp8;
   if (p.weight.format == kDense) return launch<T, T, kDense, false>(p, stream);
+  if (p.weight.format == WeightFormat::kInt8)
+    return launch<T, std::int8_t, WeightFormat::kInt8, false>(p, stream);
   if (p.x.dtype == DType::kFloat8E4M3) return launch<T, __half, kFp8, true>(p, stream);
   launch<T, __half, kFp8, false>(p, stream);
 }

@@ -23,8 +23,9 @@ constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
 constexpr int kStages = 2, kBoxes = 2;  // of a warp's ring; of a stage, which holds a chunk
 constexpr int kChunkBytes = kBoxes * kBoxBytes;
 
+/// int8 is taken for columns of 16 bits, two in one: its bytes lie as a dense weight's.
 template <WeightFormat kFormat>
-constexpr int kBoxCols = kFormat == WeightFormat::kDense ? 64 : 128;
+constexpr int kBoxCols = kFormat == WeightFormat::kFp8 ? 128 : 64;
 template <WeightFormat kFormat>
 constexpr int kChunkCols = kBoxes * kBoxCols<kFormat>;
 
@@ -51,7 +52,7 @@ struct alignas(128) Shared {
 /// Whether x is staged in fp16 in units of its own: bf16 x for fp8 weights, 256 columns of a row, a
 /// chunk, each. fp8 comes as fp16 in one conversion, as bf16 in five.
 template <class T, class E, bool kFp8X>
-constexpr bool kUnits = !kFp8X && !std::is_same_v<T, E>;
+constexpr bool kUnits = !kFp8X && std::is_floating_point_v<SumOf<E>> && !std::is_same_v<T, E>;
 
 /// kBatch rows of x from m on, to shared memory in E, zero from K on: eight columns a lane, or 16
 /// of fp8. Nothing stands between the rows' loads, nor between their chains of shuffles.
@@ -121,15 +122,16 @@ __device__ void stage_x(char* to, float* units, Squares& squares, const StripsPa
 
 /// 16 weight rows by 8 rows of x. Even and odd steps have sums of their own: a product need not
 /// wait for the one before.
+template <class E>
 struct Sums {
-  float of[2][4] = {};
+  SumOf<E> of[2][4] = {};
 
-  __device__ float get(int i) const { return of[0][i] + of[1][i]; }
+  __device__ float get(int i) const { return static_cast<float>(of[0][i] + of[1][i]); }
 };
 
-/// 64 columns of bf16 or fp16, from byte `at` of a row of x.
+/// 64 columns of bf16, fp16 or pairs of int8, from byte `at` of a row of x.
 template <class E>
-__device__ void multiply_dense(const char* weight, const char* x, int at, Sums& sums, int lane) {
+__device__ void multiply_dense(const char* weight, const char* x, int at, Sums<E>& sums, int lane) {
   const char* row = weight + lane % 16 * kRowBytes;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -147,7 +149,7 @@ __device__ void multiply_dense(const char* weight, const char* x, int at, Sums& 
 
 /// 128 columns of fp8. Step s multiplies, in thread t of a quad, columns 16 s + 4 t + {0, 1, 2, 3}.
 template <class E>
-__device__ void multiply_fp8(const char* weight, const char* x, int at, Sums& sums, int lane) {
+__device__ void multiply_fp8(const char* weight, const char* x, int at, Sums<E>& sums, int lane) {
   const char* row = weight + lane % 16 * kRowBytes;
 #pragma unroll
   for (int pair = 0; pair < 4; ++pair) {

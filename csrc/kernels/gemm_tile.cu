@@ -45,12 +45,12 @@ constexpr int kStages = std::min(6, kSharedBytes / static_cast<int>(sizeof(Stage
 // ---- Phases -------------------------------------------------------------------------------------
 
 /// One warp's sums: kTiles16 x 16 rows of x by two strips of two n8 tiles.
-template <int kTiles16>
+template <class Sum, int kTiles16>
 struct Sums {
-  float of[kTiles16][kStripsOfWarp][2][4];
+  Sum of[kTiles16][kStripsOfWarp][2][4];
 
   __device__ void clear() {
-    visit([](float& sum) { sum = 0.0f; });
+    visit([](Sum& sum) { sum = Sum{}; });
   }
   __device__ void add(const Sums& other) {
 #pragma unroll
@@ -69,9 +69,9 @@ struct Sums {
 };
 
 /// Multiplies one block of 64 columns.
-template <class T, WeightFormat kFormat, int kTiles16>
+template <class T, WeightFormat kFormat, class Sum, int kTiles16>
 __device__ void multiply_block(const Stage<kFormat, kTiles16 * 32>& stage, const GemmParams& p,
-                               Sums<kTiles16>& sums, int warp_m, int warp_n, Lane lane) {
+                               Sums<Sum, kTiles16>& sums, int warp_m, int warp_n, Lane lane) {
   const bool has_zeros = p.weight.zeros != nullptr;
   const bool block_scaled = p.weight.scale_layout == ScaleLayout::kBlock;
   StripFragment<T, kFormat> weight[kStripsOfWarp];
@@ -100,18 +100,22 @@ __device__ void multiply_block(const Stage<kFormat, kTiles16 * 32>& stage, const
 }
 
 /// This warp's sums to their place in the tile.
-template <int kTiles16>
-__device__ void keep_sums(float (*tile)[kPitch], const Sums<kTiles16>& sums, int warp_m, int warp_n,
-                          Lane lane) {
+template <class Sum, int kTiles16>
+__device__ void keep_sums(float (*tile)[kPitch], const Sums<Sum, kTiles16>& sums, int warp_m,
+                          int warp_n, Lane lane) {
 #pragma unroll
   for (int m = 0; m < kTiles16; ++m)
 #pragma unroll
     for (int i = 0; i < kStripsOfWarp * 2; ++i) {
       const int row = (warp_m * kTiles16 + m) * 16 + lane.quad;
       const int column = (warp_n * kStripsOfWarp * 2 + i) * 8 + 2 * lane.in_quad;
-      const float(&of)[4] = sums.of[m][i / 2][i % 2];
-      *reinterpret_cast<float2*>(&tile[row][column]) = float2{of[0], of[1]};
-      *reinterpret_cast<float2*>(&tile[row + 8][column]) = float2{of[2], of[3]};
+      const Sum(&of)[4] = sums.of[m][i / 2][i % 2];
+      const auto put = [&](int down, Sum first, Sum second) {
+        *reinterpret_cast<float2*>(&tile[row + down][column]) = {static_cast<float>(first),
+                                                                 static_cast<float>(second)};
+      };
+      put(0, of[0], of[1]);
+      put(8, of[2], of[3]);
     }
 }
 
@@ -144,7 +148,8 @@ __device__ void store_tile(const TileParams& params, const float (*tile)[kPitch]
 /// Grid: (row tiles, tiles of 128 weight rows, segments of K if split). A block of 2 x 4 warps owns
 /// kTiles16 * 32 rows of x by 128 weight rows, a warp half of the rows by 32. 64 columns a stage,
 /// copied in the background. Each segment is summed from zero and the segments added in order, as
-/// in the few-row kernel: a row's bits do not depend on which kernel made it. Sums in float32.
+/// in the few-row kernel: a row's bits do not depend on which kernel made it. Sums in float32, of
+/// int8 in int32.
 /// Roofline: 2 M N K flops on the tensor cores (mma.sync).
 template <class T, WeightFormat kFormat, int kTiles16>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -180,7 +185,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::commit_copies();  // the first group holds every weight requested above
   }
 
-  Sums<kTiles16> sums, total;
+  using Sum = std::conditional_t<kFormat == WeightFormat::kInt8, int, float>;
+  Sums<Sum, kTiles16> sums, total;
   sums.clear();
   total.clear();
   for (int i = 0; i < count; ++i) {
@@ -191,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       copy_rows(i + kDepth - 1);
     }
     ptx::commit_copies();
-    multiply_block<T, kFormat, kTiles16>(stages[i % kDepth], p, sums, warp_m, warp_n, lane);
+    multiply_block<T, kFormat>(stages[i % kDepth], p, sums, warp_m, warp_n, lane);
     if ((i + 1) % length == 0) {  // the end of a segment
       total.add(sums);
       sums.clear();
@@ -202,7 +208,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::wait_copies<0>();
   __syncthreads();  // every warp is done with the stages, where the sums go
   auto* tile = reinterpret_cast<float(*)[kPitch]>(shared);
-  keep_sums<kTiles16>(tile, total, warp_m, warp_n, lane);
+  keep_sums(tile, total, warp_m, warp_n, lane);
   __syncthreads();  // the tile is whole
   store_tile<T, kRows>(params, tile, row0);
 }
@@ -241,6 +247,8 @@ void launch_format(const TileParams& params, int tile_rows, Stream stream) {
       return launch_rows<T, WeightFormat::kInt4>(params, tile_rows, stream);
     case WeightFormat::kFp8:
       return launch_rows<T, WeightFormat::kFp8>(params, tile_rows, stream);
+    case WeightFormat::kInt8:
+      return launch_rows<T, WeightFormat::kInt8>(params, tile_rows, stream);
   }
 }
 

@@ -43,12 +43,17 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     amax = device::MaxOrNaN::combine(amax, magnitude(piece));
   });
   amax = device::block_reduce<device::MaxOrNaN>(amax, maxima);
-  const float scale = scale_of_amax(amax, DType::kFloat8E4M3);
+  const float scale = scale_of_amax(amax, params.codes);
   if (threadIdx.x == 0) params.scale[index] = scale;
 
   auto* q = static_cast<std::uint8_t*>(params.q) + index * params.cols;
+  const bool is_int8 = params.codes == DType::kInt8;
   row.visit([&](int, int column, const auto& piece) {
-    store_codes(q + column, piece, 1.0f / scale);
+    if (is_int8) {
+      store_codes<false>(q + column, piece, 1.0f / scale);
+    } else {
+      store_codes<true>(q + column, piece, 1.0f / scale);
+    }
   });
 }
 
@@ -171,7 +176,7 @@ void quantize_blocks(const QuantizeParams& params, bool vectors, Stream stream) 
 
 }  // namespace
 
-void quantize_fp8(const QuantizeParams& params, Stream stream) {
+void quantize(const QuantizeParams& params, Stream stream) {
   const bool empty = params.rows == 0 || params.cols == 0;
   const bool per_tensor = params.granularity == Granularity::kTensor;
   const bool per_row = params.granularity == Granularity::kRow;

@@ -4,7 +4,8 @@
 namespace ridgeline {
 
 /// q = x / scale as fp8 e4m3, nearest even; scale = (largest |x| of the extent) / 448, 1 if all are
-/// zero, so value = q * scale. An infinity or NaN makes its whole extent dequantise to NaN.
+/// zero, so value = q * scale. An infinity or NaN makes its whole extent dequantise to NaN. Rows
+/// also as int8, their largest magnitude 127.
 ///
 /// Roofline: reads x and writes q once, 3 bytes an element of 16 bits. "tensor" of more than
 /// 64 K elements reads x twice: no code can be written before all is read, and L2 keeps little of
@@ -17,21 +18,22 @@ struct QuantizeParams {
 
   DType dtype;                // of x
   Granularity granularity;
+  DType codes = DType::kFloat8E4M3;  // of q; kInt8 of kRow alone
   std::int64_t rows;          // 0 is legal
   std::int32_t cols;          // 0 is legal; the last group or block of a row may be narrower
   const void* x;              // [rows, cols]
   std::int64_t stride_x_row;  // elements
-  void* q;                    // [rows, cols] contiguous, fp8 e4m3
+  void* q;                    // [rows, cols] contiguous
   float* scale;               // tensor [1], row [rows], group [rows, ceil(cols / 128)],
                               // block [ceil(rows / 128), ceil(cols / 128)]; contiguous
   float* partials;            // [kPartials] for "tensor" on a GPU, of any contents; else null
 };
 
 /// Enqueues one kernel ("tensor" of more than 64 K elements: two) and allocates nothing.
-void quantize_fp8(const QuantizeParams& params, Stream stream);
+void quantize(const QuantizeParams& params, Stream stream);
 
 namespace cpu {
-void quantize_fp8(const QuantizeParams& params);
+void quantize(const QuantizeParams& params);
 }
 
 }  // namespace ridgeline

@@ -30,12 +30,12 @@ __device__ float magnitude(const device::Vec<T, kWidth>& piece) {
   return amax;
 }
 
-template <class T, int kWidth>
+template <bool kE4M3, class T, int kWidth>
 __device__ void store_codes(std::uint8_t* q, const device::Vec<T, kWidth>& piece, float inverse) {
   device::Vec<float, kWidth> values = device::floats(piece);
 #pragma unroll
   for (int j = 0; j < kWidth; ++j) values.data[j] *= inverse;
-  device::store(q, device::encode<true>(values));
+  device::store(q, device::encode<kE4M3>(values));
 }
 
 /// A piece of kPiece elements at `data`, of which `count` exist; the others are zeros. kVector: all
@@ -56,7 +56,7 @@ template <bool kVector, int kPiece, class T>
 __device__ void store_some(std::uint8_t* q, const device::Vec<T, kPiece>& piece, int count,
                            float inverse) {
   if constexpr (kVector) {
-    if (count > 0) store_codes(q, piece, inverse);
+    if (count > 0) store_codes<true>(q, piece, inverse);
   } else {
 #pragma unroll
     for (int j = 0; j < kPiece; ++j)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ridgeline
-from op_table import Context, Error, Lazy, OpCase, Sample, full, normal
+from op_table import Context, Error, Lazy, OpCase, Sample, full, integers, normal
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -237,10 +237,10 @@ def fp8(*shape: int, scale: float = 1.0) -> Lazy:
     return normal(*shape, scale=scale, dtype=torch.float32).to(torch.float8_e4m3fn)
 
 
-def _positive(*shape: int) -> Lazy:
+def _positive(*shape: int, scale: float = 1.0) -> Lazy:
     def make(context: Context) -> Tensor:
         values = torch.rand(shape, generator=context.generator) * 0.1 + 0.05
-        return values.to(context.device)
+        return (values * scale).to(context.device)
 
     return Lazy(make)
 
@@ -349,4 +349,114 @@ FP8 = OpCase(
     ],
 )  # fmt: skip
 
-CASES = [LINEAR, INT4, FP8]
+# ---- int8: judged against the codes times their scales ------------------------------------------
+
+
+def codes(*shape: int) -> Lazy:
+    """All of int8, also the -128 that no quantising here gives."""
+    return integers(-128, 128, *shape, dtype=torch.int8)
+
+
+def _small(*shape: int) -> Lazy:
+    """Scales of a weight: products of large codes stay within float16."""
+    return _positive(*shape, scale=0.02)
+
+
+def _int8_reference(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    norm_weight: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """An x of floats is quantised in float32, as the op does: a code more or less is not judged."""
+    exact = bias is None or bias.dtype == torch.float64
+    residual = options.get("residual")
+    exact = exact and (residual is None or residual.dtype == torch.float64)
+    if x.dtype != torch.int8:
+        exact = exact and x.dtype == torch.float64
+        values, out_dtype = x, x.dtype
+        if norm_weight is not None:
+            values = F.rms_norm(x.double(), x.shape[-1:], norm_weight.double(), 1e-6)
+        amax = values.float().abs().amax(-1, keepdim=True)
+        x_scale = torch.where(amax == 0, 1.0, amax / 127)
+        x = (values.float() * (1 / x_scale)).round()
+    assert x_scale is not None
+    dtype = torch.float64 if exact else (out_dtype or torch.bfloat16)
+    wide = F.linear(x.double(), weight.double())
+    wide = wide * x_scale.double().reshape(-1, 1) * weight_scale.double().reshape(1, -1)
+    wide = wide if bias is None else wide + bias.double()
+    out = _activate(wide.to(dtype), options.get("activation"))
+    return out if residual is None else out + residual
+
+
+def _int8_inputs(rows: int) -> dict[str, Any]:
+    return {"x": normal(rows, 128), "weight": codes(96, 128), "weight_scale": _small(96)}
+
+
+def _int8_shapes() -> list[Sample]:
+    samples = []
+    for rows in (1, 9, 33, 70):
+        samples += [
+            Sample(f"{rows} rows, quantised here, N odd", x=normal(rows, 272),
+                   weight=codes(77, 272), weight_scale=_small(77)),
+            Sample(f"{rows} rows, scales a row", x=codes(rows, 256), weight=codes(64, 256),
+                   x_scale=_positive(rows), weight_scale=_small(64),
+                   bias=normal(64, dtype=torch.bfloat16)),
+            Sample(f"{rows} rows, one scale each", x=codes(rows, 256), weight=codes(64, 256),
+                   x_scale=_positive(1), weight_scale=_small(1), out_dtype=torch.float16),
+            Sample(f"{rows} rows, K odd", x=codes(rows, 65), weight=codes(40, 65),
+                   x_scale=_positive(rows), weight_scale=_small(40)),
+            Sample(f"{rows} rows, K of 32 and 16", x=codes(rows, 304), weight=codes(144, 304),
+                   x_scale=_positive(rows), weight_scale=_small(144)),
+        ]  # fmt: skip
+    return samples
+
+
+INT8 = OpCase(
+    name="int8_linear",
+    op=ridgeline.ops.int8_linear,
+    reference=_int8_reference,
+    competitor=_int8_reference,
+    dtypes=HALVES,
+    samples=[
+        *_int8_shapes(),
+        *epilogue_samples(_int8_inputs),
+        Sample("no rows", x=codes(0, 64), weight=codes(32, 64), x_scale=_positive(1),
+               weight_scale=_small(32)),
+        Sample("no columns", x=codes(3, 0), weight=codes(32, 0), x_scale=_positive(3),
+               weight_scale=_small(32), bias=normal(32, dtype=torch.bfloat16)),
+        Sample("K long: every split", x=codes(3, 8192), weight=codes(32, 8192),
+               x_scale=_positive(3), weight_scale=_small(32)),
+        Sample("K long, 17 rows: a cluster", x=codes(17, 8192), weight=codes(32, 8192),
+               x_scale=_positive(17), weight_scale=_small(32)),
+        Sample("K long, 130 rows: a cluster", x=codes(130, 8208), weight=codes(528, 8208),
+               x_scale=_positive(130), weight_scale=_small(528),
+               bias=normal(528, dtype=torch.bfloat16), activation="silu_mul"),
+        Sample("invariant", x=codes(20, 256), weight=codes(80, 256), x_scale=_positive(20),
+               weight_scale=_small(80), batch_invariant=True),
+        Sample("strided rows of x and weight", x=codes(14, 64)[::2],
+               weight=codes(32, 128)[:, 64:], x_scale=_positive(7), weight_scale=_small(32)),
+        Sample("x off 16 bytes", x=codes(6, 72)[:, 3:67], weight=codes(32, 64),
+               x_scale=_positive(6), weight_scale=_small(32)),
+        Sample("weights read early", x=codes(2, 256), weight=codes(64, 256),
+               x_scale=_positive(2), weight_scale=_small(64), weights_ready=True),
+    ],
+    errors=[
+        Error(r"weight.*int8.*bfloat16", x=normal(2, 64), weight=normal(8, 64),
+              weight_scale=_small(8), dtype=torch.bfloat16),
+        Error(r"weight_scale.*\[8\].*\[7\]", x=normal(2, 64), weight=codes(8, 64),
+              weight_scale=_small(7), dtype=torch.bfloat16),
+        Error(r"x_scale.*a tensor.*None", x=codes(2, 64), weight=codes(8, 64),
+              weight_scale=_small(8), dtype=torch.bfloat16),
+        Error(r"x_scale.*2 .one a row.*\[2, 2\]", x=codes(2, 272), weight=codes(8, 272),
+              x_scale=_positive(2, 2), weight_scale=_small(8), dtype=torch.bfloat16),
+        Error(r"weight.*at most 131071.*131072", x=codes(1, 131072), weight=codes(1, 131072),
+              x_scale=_positive(1), weight_scale=_small(1), dtype=torch.bfloat16),
+    ],
+)  # fmt: skip
+
+CASES = [LINEAR, INT4, FP8, INT8]

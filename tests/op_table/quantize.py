@@ -82,7 +82,41 @@ MATRICES = {
     "more than one cluster holds": normal(130, 4096),
 }
 
+
+def _dequantised_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    q, scale = ridgeline.ops.quantize_int8(x)
+    return q.float() * scale, scale
+
+
+def _reference_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    amax = _amax(x, "row")
+    scale = torch.where(amax == 0, 1.0, amax / 127)
+    return torch.where(torch.isfinite(scale), x, math.nan), scale
+
+
+def _half_an_integer(expected: Tensor) -> Tensor:
+    """Half a code of the largest row: the codes of 127 steps."""
+    finite = torch.where(torch.isfinite(expected), expected.abs(), 0.0)
+    largest = finite.max() if finite.numel() else torch.zeros(())
+    return largest / 127 * 0.5 * (1 + 2**-10) + torch.zeros_like(expected)
+
+
 CASES = [
+    OpCase(
+        name="quantize_int8",
+        op=_dequantised_int8,
+        reference=_reference_int8,
+        bound=_half_an_integer,
+        samples=[
+            *(Sample(why, x=x) for why, x in MATRICES.items()),
+            Sample("three dimensions", x=normal(2, 3, 72)),
+            Sample("beyond the registers", x=normal(1, 33000)),
+        ],
+        errors=[
+            Error(r"x.*float32 or.*got int32", x=normal(2, 8).to(torch.int32)),
+            Error(r"x.*last dimension contiguous", x=normal(16, 16).t()),
+        ],
+    ),
     OpCase(
         name="quantize_fp8",
         op=_dequantised,
@@ -105,5 +139,5 @@ CASES = [
             Error(r"x.*float32 or.*got int32", x=normal(2, 8).to(torch.int32)),
             Error(r"x.*last dimension contiguous", x=normal(16, 16).t()),
         ],
-    )
+    ),
 ]

@@ -12,12 +12,12 @@ from ridgeline.ops.attention import (
     merge_attention,
     paged_attention,
 )
-from ridgeline.ops.gemm import fp8_linear, int4_linear, linear
+from ridgeline.ops.gemm import fp8_linear, int4_linear, int8_linear, linear
 from ridgeline.ops.grouped import grouped_linear
 from ridgeline.ops.int4_weight import Int4Weight, pack_int4
 from ridgeline.ops.kv_cache import copy_blocks, rope, rope_write_kv, write_kv
 from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
-from ridgeline.ops.quantize import quantize_fp8
+from ridgeline.ops.quantize import quantize_fp8, quantize_int8
 from ridgeline.ops.reduction import row_reduce, softmax
 from ridgeline.ops.sampling import sample, top_logprobs
 
@@ -33,6 +33,7 @@ __all__ = [
     "gelu_mul",
     "grouped_linear",
     "int4_linear",
+    "int8_linear",
     "layernorm",
     "layernorm_gelu",
     "linear",
@@ -40,6 +41,7 @@ __all__ = [
     "pack_int4",
     "paged_attention",
     "quantize_fp8",
+    "quantize_int8",
     "rmsnorm",
     "rope",
     "rope_write_kv",

@@ -1,4 +1,4 @@
-"""Quantising to fp8 with one scale a tensor, row, group or block."""
+"""Quantising to fp8 with one scale a tensor, row, group or block, and to int8 with one a row."""
 
 from __future__ import annotations
 
@@ -42,6 +42,27 @@ def quantize_fp8(x: Tensor, granularity: Granularity = "row") -> tuple[Tensor, T
     return inference_only(q, "quantize_fp8", x), inference_only(scale, "quantize_fp8", x)
 
 
+def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantises to int8 with a scale a row, taken from the values: ``x ~ q * scale``.
+
+    Args:
+        x: ``[..., cols]``, float32, float16 or bfloat16; rows contiguous and at one stride.
+
+    Returns:
+        ``(q, scale)``: ``q`` int8 of the shape of ``x``, from -127 to 127, rounded to nearest even,
+        and float32 scales ``[..., 1]``: the largest magnitude / 127, and 1 where all values are
+        zero; never below the smallest normal float32. Infinity or NaN makes its whole row
+        dequantise to NaN.
+
+    Raises:
+        ValueError: dtype, rank or strides of ``x`` differ from the above.
+
+    Source: Dettmers et al., "LLM.int8()", 2022.
+    """
+    q, scale = _ops.quantize_int8(x)
+    return inference_only(q, "quantize_int8", x), inference_only(scale, "quantize_int8", x)
+
+
 def _scale_shape(x: Tensor, granularity: str) -> tuple[int, ...]:
     across = (x.shape[-1] + _EXTENT - 1) // _EXTENT
     if granularity == "tensor":
@@ -59,9 +80,21 @@ def _(x: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale
 
 
+@torch.library.register_fake("ridgeline::quantize_int8")
+def _(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.new_empty(_scale_shape(x, "row"), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.int8), scale
+
+
 @cost_of("quantize_fp8")
 def _(x: Tensor, granularity: Granularity = "row") -> Cost:
     scales = 1
     for size in _scale_shape(x, granularity):
         scales *= size
+    return Cost(bytes=nbytes(x) + x.numel() + 4 * scales, flops=3 * x.numel())
+
+
+@cost_of("quantize_int8")
+def _(x: Tensor) -> Cost:
+    scales = x.numel() // max(x.shape[-1], 1)
     return Cost(bytes=nbytes(x) + x.numel() + 4 * scales, flops=3 * x.numel())
