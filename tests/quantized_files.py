@@ -185,7 +185,7 @@ FORMATS = [
     compressed_packed(), compressed_packed(128, zero_point=True), compressed_packed(None),
     compressed_packed(order=True, zero_point=True), compressed_packed(64, bits=8),
     compressed("compressed-tensors, int8", "int-quantized",
-               {"type": "int", "num_bits": 8, "strategy": "channel"}, int8_rows, "dense"),
+               {"type": "int", "num_bits": 8, "strategy": "channel"}, int8_rows, "int8"),
     compressed("compressed-tensors, fp8 rows", "float-quantized",
                {"type": "float", "num_bits": 8, "strategy": "channel"}, fp8_rows, "fp8"),
     FileFormat("fp8, one scale a tensor",
@@ -195,7 +195,7 @@ FORMATS = [
     FileFormat("fp8, blocks that no product takes", BLOCKS | {"weight_block_size": [64, 64]},
                fp8_blocks(64), "dense"),
     FileFormat("bitsandbytes int8", {"quant_method": "bitsandbytes", "load_in_8bit": True},
-               bitsandbytes, "dense"),
+               bitsandbytes, "int8"),
 ]  # fmt: skip
 
 

@@ -269,14 +269,20 @@ def test_a_quantised_cache_stays_near(folder: Path, kv_cache_dtype: str):
 
 
 class RoundedInputs(DenseLinear):
-    """Multiplies what e4m3 codes of each token stand for."""
+    """Multiplies what codes of each token stand for."""
+
+    quantize = staticmethod(ops.quantize_fp8)
 
     def __call__(self, x, activation=None, *, norm=None, residual=None):
-        codes, scale = ops.quantize_fp8(x if norm is None else norm(x), "row")
+        codes, scale = self.quantize(x if norm is None else norm(x))
         return super().__call__(codes.float() * scale.view(-1, 1), activation, residual=residual)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "fp8"])
+class RoundedToInt8(RoundedInputs):
+    quantize = staticmethod(ops.quantize_int8)
+
+
+@pytest.mark.parametrize("quantization", ["int4", "fp8", "int8"])
 def test_quantised_weights_give_what_their_dequantised_values_give(
     tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
 ):
@@ -293,7 +299,8 @@ def test_quantised_weights_give_what_their_dequantised_values_give(
                     same = DenseLinear(linear.weight.dequantize().float(), linear.bias)
                 else:
                     weight = linear.weight.float() * linear.scale.view(-1, 1)
-                    same = RoundedInputs(weight, linear.bias)
+                    rounded = RoundedInputs if quantization == "fp8" else RoundedToInt8
+                    same = rounded(weight, linear.bias)
                 object.__setattr__(layer, name, same)
         dense = llm.generate(prompt, params)[0].prompt_logprobs[1:]
     # An input between two codes may fall to either. Inputs that are not rounded move it by 0.8.

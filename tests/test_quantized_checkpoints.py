@@ -17,7 +17,7 @@ import tiny_model
 from quantized_files import FORMATS, FileFormat
 from ridgeline import LLM, SamplingParams
 from ridgeline.models.config import ModelConfig
-from ridgeline.models.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
+from ridgeline.models.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, Linear
 from ridgeline.models.loader import LoadOptions, load_decoder
 from ridgeline.models.stored_linear import BlockFp8Linear
 from ridgeline.quant.formats import Gptq
@@ -25,7 +25,13 @@ from ridgeline.quant.stored import GroupedCodes, ScaledCodes, stack
 from test_models import load, logits_of
 from tiny_model import one_thread  # noqa: F401
 
-KINDS = {"int4": Int4Linear, "fp8": Fp8Linear, "block fp8": BlockFp8Linear, "dense": DenseLinear}
+KINDS = {
+    "int4": Int4Linear,
+    "int8": Int8Linear,
+    "fp8": Fp8Linear,
+    "block fp8": BlockFp8Linear,
+    "dense": DenseLinear,
+}
 PARTS = {
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "output": ("self_attn.o_proj",),
@@ -67,11 +73,14 @@ def test_weights_are_the_dequantised_ones_to_the_bit(saved):
                 assert torch.equal(values_of(linear, dtype), meant.to(dtype)), (i, name)
 
 
-def rounded_inputs(columns: int | None):
-    """A hook that rounds inputs to fp8, with a scale a token and ``columns`` (None: all)."""
+def rounded_inputs(columns: int | None, int8: bool):
+    """A hook that rounds inputs to fp8 or int8, a scale a token and ``columns`` (None: all)."""
 
     def hook(_, inputs: tuple[Tensor]) -> Tensor:
         (x,) = inputs
+        if int8:
+            scale = x.abs().amax(-1, keepdim=True) / 127
+            return (x / scale).round() * scale
         groups = x.unflatten(-1, (-1, columns or x.shape[-1]))
         scale = groups.abs().amax(-1, keepdim=True) / 448
         return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
@@ -83,11 +92,12 @@ def rounded_inputs(columns: int | None):
 def test_logits_are_those_of_the_dequantised_model(saved):
     kind, folder, model = saved
     hooks = []
-    if "fp8" in kind.keeps:  # inputs are rounded to 8 bits too
+    if "8" in kind.keeps:  # inputs are rounded to 8 bits too
         columns = 128 if kind.keeps == "block fp8" else None
         for name, module in model.named_modules():
             if name.endswith("_proj"):
-                hooks.append(module.register_forward_pre_hook(rounded_inputs(columns)))
+                rounds = rounded_inputs(columns, kind.keeps == "int8")
+                hooks.append(module.register_forward_pre_hook(rounds))
     with torch.no_grad():
         expected = model(torch.tensor([PROMPT])).logits[0]
     for hook in hooks:

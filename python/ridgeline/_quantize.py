@@ -10,11 +10,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ridgeline.nn.linear import Linear, Linear4bit, LinearFP8, Product
+from ridgeline.nn.linear import Linear, Linear4bit, LinearFP8, LinearInt8, Product
 
 Maker = Callable[..., Product]
 
-_MAKERS: dict[str, Maker] = {"int4": Linear4bit.from_torch, "fp8": LinearFP8.from_torch}
+_MAKERS: dict[str, Maker] = {
+    "int4": Linear4bit.from_torch,
+    "fp8": LinearFP8.from_torch,
+    "int8": LinearInt8.from_torch,
+}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -51,8 +55,8 @@ def quantize_(
     Args:
         module: any tree; itself not a linear layer.
         format: "int4" (``group_size=128``, ``zero_point=False``: see
-            :func:`ridgeline.ops.pack_int4`) or "fp8" (``dynamic=False``: with it the inputs are
-            quantised too).
+            :func:`ridgeline.ops.pack_int4`), "fp8" (``dynamic=False``: with it the inputs are
+            quantised too) or "int8" (the inputs always are).
         skip: names or patterns (``*.gate``) of layers to leave: the whole name or its end.
         options: of the format.
 

@@ -150,7 +150,7 @@ def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization:
     count = prod(shape)
     if quantization is None or end != "weight" or kind not in _QUANTISED or len(shape) != 2:
         return count * dtype.itemsize
-    if quantization == "fp8":
+    if quantization in ("fp8", "int8"):
         return count + 4 * shape[0]
     return count // 2 + count // _INT4_GROUP * dtype.itemsize
 
@@ -193,7 +193,7 @@ def step_cost(
             matrices += share * prod(parameter.shape)
             read += share * _stored(parameter.name, parameter.shape, dtype, quantization)
     plain = roofs.flops.get("bf16", roofs.flops["fp32"])
-    rate = roofs.flops.get("fp8", plain) if quantization == "fp8" else plain
+    rate = roofs.flops.get(quantization or "", plain)  # of int4 bf16's
     row = layout.block_bytes / layout.block_size / layout.num_layers
     windows = Counter(layer.window or 0 for layer in config.layers)
     return {

@@ -9,7 +9,14 @@ from torch import Tensor, nn
 
 from ridgeline import ops
 from ridgeline._optimize.swap import Stranger
-from ridgeline.nn.linear import Linear, Linear4bit, LinearFP8, Product, dense_product
+from ridgeline.nn.linear import (
+    Linear,
+    Linear4bit,
+    LinearFP8,
+    LinearInt8,
+    Product,
+    dense_product,
+)
 
 
 class _Dense(Product):
@@ -29,7 +36,7 @@ class _Dense(Product):
 
 def is_product(module: Stranger) -> bool:
     """A linear layer that the ops compute, and nothing around it."""
-    if type(module) not in (nn.Linear, Linear, Linear4bit, LinearFP8):
+    if type(module) not in (nn.Linear, Linear, Linear4bit, LinearFP8, LinearInt8):
         return False
     hooks = module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
     weight = module.scales if isinstance(module, Linear4bit) else module.weight
@@ -81,10 +88,10 @@ def stacked(parts: Sequence[Stranger]) -> Product | str:
     if isinstance(first, LinearFP8):
         if any(p.weight_scale.shape != (p.out_features,) or p.dynamic != first.dynamic
                for p in parts):  # fmt: skip
-            return "its fp8 projections do not have a scale for each output"
+            return "its 8-bit projections do not have a scale for each output"
         scale = torch.cat([p.weight_scale for p in parts])
         kind = {"dynamic": first.dynamic, "persistent": False}
-        return LinearFP8(rows_of, scale, bias, dtype=first.dtype, **kind)
+        return type(first)(rows_of, scale, bias, dtype=first.dtype, **kind)
     return _Dense(rows_of, bias)
 
 

@@ -221,6 +221,6 @@ def _norm_for(
     product: Linear | None, norm: Norm, x: Tensor, residual: Tensor | None = None
 ) -> Tensor | Codes:
     """``norm(x)``, or ``norm.add(x, residual)``, as the product takes it."""
-    if product is not None and product.takes_codes and isinstance(norm, RmsNorm):
-        return norm.quantized(x, residual)
+    if product is not None and product.codes is not None and isinstance(norm, RmsNorm):
+        return norm.quantized(x, residual, codes=product.codes)
     return norm(x) if residual is None else norm.add(x, residual)

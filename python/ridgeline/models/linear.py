@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from ridgeline import ops
 from ridgeline.models.norms import Codes, RmsNorm
+from ridgeline.ops._out_quant import OutQuant
 
-QUANTIZATIONS = ("int4", "fp8")
+QUANTIZATIONS = ("int4", "fp8", "int8")
 
 
 class Linear(Protocol):
@@ -25,8 +26,8 @@ class Linear(Protocol):
         ...
 
     @property
-    def takes_codes(self) -> bool:
-        """Whether ``x`` may be ``Codes``: else it would be quantised here."""
+    def codes(self) -> OutQuant | None:
+        """What ``x`` may be instead, as ``Codes``: else it would be quantised here."""
         ...
 
     def __call__(
@@ -48,7 +49,7 @@ class DenseLinear:
     batch_invariant: bool = False
 
     folded_rows = 8
-    takes_codes = False
+    codes = None
 
     def __call__(
         self,
@@ -72,7 +73,7 @@ class Int4Linear:
     batch_invariant: bool = False
 
     folded_rows = 16
-    takes_codes = False
+    codes = None
 
     def __call__(
         self,
@@ -97,7 +98,21 @@ class Fp8Linear:
     batch_invariant: bool = False
 
     folded_rows = 8
-    takes_codes = True
+    codes: ClassVar[OutQuant] = "fp8"
+
+    def _quantized(self, x: Tensor) -> Codes:
+        return Codes(*ops.quantize_fp8(x, "row"), x.dtype)
+
+    def _product(self, x: Codes, **fused: Any) -> Tensor:
+        return ops.fp8_linear(
+            x.values,
+            self.weight,
+            self.scale,
+            self.bias,
+            x_scale=x.scale,
+            out_dtype=x.dtype,
+            **fused,
+        )
 
     def __call__(
         self,
@@ -109,11 +124,23 @@ class Fp8Linear:
     ) -> Tensor:
         if norm is not None:
             assert isinstance(x, Tensor)
-            x = norm.quantized(x)
+            x = norm.quantized(x, codes=self.codes)
         elif isinstance(x, Tensor):
-            x = Codes(*ops.quantize_fp8(x, "row"), x.dtype)
-        fused = _fused(self, activation, None, residual)
-        return ops.fp8_linear(
+            x = self._quantized(x)
+        return self._product(x, **_fused(self, activation, None, residual))
+
+
+@dataclass(frozen=True)
+class Int8Linear(Fp8Linear):
+    """int8 weights with a scale for each output, times inputs quantised here, a scale a token."""
+
+    codes: ClassVar[OutQuant] = "int8"
+
+    def _quantized(self, x: Tensor) -> Codes:
+        return Codes(*ops.quantize_int8(x), x.dtype)
+
+    def _product(self, x: Codes, **fused: Any) -> Tensor:
+        return ops.int8_linear(
             x.values,
             self.weight,
             self.scale,
@@ -150,5 +177,8 @@ def make_linear(
         return DenseLinear(weight, bias, batch_invariant)
     if quantization == "int4":
         return Int4Linear(ops.pack_int4(weight), bias, batch_invariant)
+    if quantization == "int8":
+        codes, scale = ops.quantize_int8(weight)
+        return Int8Linear(codes, scale.flatten(), bias, batch_invariant)
     assert quantization == "fp8", quantization
     return Fp8Linear(*ops.quantize_fp8(weight, "row"), bias, batch_invariant)

@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ridgeline import ops
+from ridgeline.ops._out_quant import OutQuant
 
 
 class Codes(NamedTuple):
-    """``values * scale`` in fp8, in place of a tensor of ``dtype``.
+    """``values * scale`` in place of a tensor of ``dtype``.
 
     Attributes:
-        values: float8_e4m3fn ``[tokens, cols]``. scale: float32 ``[tokens, 1]``.
+        values: float8_e4m3fn or int8 ``[tokens, cols]``. scale: float32 ``[tokens, 1]``.
     """
 
     values: Tensor
@@ -49,11 +50,13 @@ class RmsNorm:
             x, residual, self.weight, self.eps, offset=self.offset, weights_ready=True
         )
 
-    def quantized(self, x: Tensor, residual: Tensor | None = None) -> Codes:
+    def quantized(
+        self, x: Tensor, residual: Tensor | None = None, *, codes: OutQuant = "fp8"
+    ) -> Codes:
         """The norm, or that of :meth:`add`, in the pass that quantises it."""
         if residual is None:
             result = ops.rmsnorm(
-                x, self.weight, self.eps, offset=self.offset, out_quant="fp8", weights_ready=True
+                x, self.weight, self.eps, offset=self.offset, out_quant=codes, weights_ready=True
             )
         else:
             result = ops.add_rmsnorm(
@@ -62,7 +65,7 @@ class RmsNorm:
                 self.weight,
                 self.eps,
                 offset=self.offset,
-                out_quant="fp8",
+                out_quant=codes,
                 weights_ready=True,
             )
         return Codes(*result, x.dtype)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ridgeline import ops
-from ridgeline.models.linear import DenseLinear, Fp8Linear, Int4Linear, Linear
+from ridgeline.models.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, Linear
 from ridgeline.models.norms import RmsNorm
 from ridgeline.quant.stored import FP8_BLOCK, Expanded, GroupedCodes, ScaledCodes
 
@@ -28,7 +28,7 @@ class BlockFp8Linear:
     batch_invariant: bool = False
 
     folded_rows = 8
-    takes_codes = False
+    codes = None
 
     def __call__(
         self,
@@ -62,9 +62,9 @@ def stored_linear(
 ) -> tuple[Linear, str | None]:
     """A ``Linear`` of the weight, and why it could not stay quantised, if it could not.
 
-    4-bit integers and fp8 keep their codes; scales of 4-bit integers take ``dtype``.
+    4-bit integers, fp8 and int8 keep their codes; scales of 4-bit integers take ``dtype``.
     """
-    reason = "there is no product with 8-bit integers"
+    reason = "there is no product with groups of 8-bit integers"
     if isinstance(weight, Expanded):
         reason = weight.reason
     elif isinstance(weight, GroupedCodes) and weight.bits == 4:
@@ -72,13 +72,16 @@ def stored_linear(
             return Int4Linear(_packed(weight, dtype), bias, batch_invariant), None
         except ValueError as error:
             reason = str(error)
-    elif isinstance(weight, ScaledCodes) and weight.codes.dtype == torch.float8_e4m3fn:
+    elif isinstance(weight, ScaledCodes):
         codes, scale = weight.codes, weight.scale.contiguous()
+        is_int8 = codes.dtype == torch.int8
         if weight.block is None:
-            return Fp8Linear(codes, scale, bias, batch_invariant), None
-        if weight.block == (FP8_BLOCK, FP8_BLOCK):
+            kind = Int8Linear if is_int8 else Fp8Linear
+            return kind(codes, scale, bias, batch_invariant), None
+        if weight.block == (FP8_BLOCK, FP8_BLOCK) and not is_int8:
             return BlockFp8Linear(codes, scale, bias, batch_invariant), None
-        reason = f"scales of {weight.block[0]} x {weight.block[1]} blocks, not 128 x 128"
+        wanted = "int8 has none" if is_int8 else "not 128 x 128"
+        reason = f"scales of {weight.block[0]} x {weight.block[1]} blocks, {wanted}"
     return DenseLinear(weight.dequantize(dtype).contiguous(), bias, batch_invariant), reason
 
 

@@ -1,4 +1,4 @@
-"""Matrix products with a weight: dense, 4-bit, fp8; one interface."""
+"""Matrix products with a weight: dense, 4-bit, fp8, int8; one interface."""
 
 from __future__ import annotations
 
@@ -194,3 +194,25 @@ class LinearFP8(Product):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, fp8{', dynamic' if self.dynamic else ''}"
+
+
+class LinearInt8(LinearFP8):
+    """:func:`ridgeline.ops.int8_linear`; weight and scales in buffers, saved with the module.
+
+    Inputs are quantised with a scale a row: ``dynamic`` says nothing.
+    """
+
+    @classmethod
+    def from_torch(cls, linear: nn.Linear) -> LinearInt8:  # type: ignore[override]
+        """A scale for each output, as :func:`ridgeline.ops.quantize_int8`."""
+        weight, scale = ops.quantize_int8(linear.weight.detach())
+        at_rest(weight)
+        bias = None if linear.bias is None else linear.bias.detach()
+        return cls(weight, scale.flatten(), bias, dtype=linear.weight.dtype)
+
+    def product(self, x: Tensor, **fused: Any) -> Tensor:
+        args = (autocast_input(x, self.dtype), self.weight, self.weight_scale, self.bias)
+        return ops.int8_linear(*args, weights_ready=True, **fused)
+
+    def extra_repr(self) -> str:
+        return f"{Product.extra_repr(self)}, int8"
