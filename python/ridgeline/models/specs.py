@@ -1,6 +1,6 @@
 """Architectures as data: what each is built of, and what its checkpoints call each parameter.
 
-To add one: a ``Spec`` here, and its rows in ``tests/test_models_families.py`` (docs/models.md).
+To add one: a ``Spec`` here, and its rows in ``tests/test_models_families.py`` (docs/adding-a-model.md).
 """
 
 from __future__ import annotations
@@ -163,6 +163,26 @@ GLM4 = replace(
     },
 )
 
+ERNIE4_5 = Spec(
+    model_type="ernie4_5",
+    weights=LLAMA_WEIGHTS,
+    defaults={"num_key_value_heads": 2, "rope_theta": 500000.0, "tie_word_embeddings": True},
+    qkv_bias="use_bias",
+    output_bias="use_bias",
+    mlp_bias="use_bias",
+    interleaved_rope=True,
+)
+
+SEED_OSS = Spec(
+    model_type="seed_oss",
+    weights=LLAMA_WEIGHTS,
+    defaults={"attention_bias": True, "head_dim": 128},
+    unused=("residual_dropout",),
+    qkv_bias="attention_bias",
+    output_bias="attention_out_bias",
+    mlp_bias="mlp_bias",
+)
+
 _GPT2_LAYER = "transformer.h.{i}."
 GPT2 = Spec(
     model_type="gpt2",
@@ -306,6 +326,8 @@ SPECS = {
         PHI3,
         GLM,
         GLM4,
+        ERNIE4_5,
+        SEED_OSS,
         GPT2,
         OPT,
         GPT_NEOX,
