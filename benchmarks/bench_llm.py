@@ -81,6 +81,7 @@ LONG = [
     Case("no_prefix", 64, 2048 + 64, 32),
 ]
 TINY = [Case("decode", 1, 8, 8), Case("decode", 4, 8, 8), Case("prefix", 4, 80, 4, shared=64)]
+REPEATS = 4  # of prompts alone: one is over in a tenth of a second
 WARM_OUTPUT = 64  # of the run before a case: enough that all its batches are full for a while
 
 
@@ -187,6 +188,8 @@ def measure(bench: Bench, llm: LLM, case: Case, config: dict[str, Any], setup: S
         names.append(f"{case.name}_warm")
     for name in names:
         outputs, seconds = run(llm, prompts, case.output)
+        for i in range(REPEATS if case.output == 1 else 0):
+            outputs += run(llm, case.prompts(config["vocab_size"], seed=2 + i), case.output)[0]
         ttft = statistics.median(o.metrics.ttft or 0.0 for o in outputs)
         row = {
             "requests": case.requests,
