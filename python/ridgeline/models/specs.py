@@ -1,6 +1,6 @@
 """Architectures as data: what each is built of, and what its checkpoints call each parameter.
 
-To add one: a ``Spec`` here, and its rows in ``tests/test_models_families.py`` (docs/adding-a-model.md).
+How to add one: docs/adding-a-model.md.
 """
 
 from __future__ import annotations
@@ -166,7 +166,12 @@ GLM4 = replace(
 ERNIE4_5 = Spec(
     model_type="ernie4_5",
     weights=LLAMA_WEIGHTS,
-    defaults={"num_key_value_heads": 2, "rope_theta": 500000.0, "tie_word_embeddings": True},
+    defaults={
+        "head_dim": 128,
+        "num_key_value_heads": 2,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": True,
+    },
     qkv_bias="use_bias",
     output_bias="use_bias",
     mlp_bias="use_bias",
