@@ -46,6 +46,32 @@ struct Shared {
   float anchor[Tile::kConsumerThreads];  // see Consumer::anchor
 };
 
+// ---- Rows of a consumer -------------------------------------------------------------------------
+
+/// The first of the two rows of a tile that a thread has; the other is 8 further.
+__device__ __forceinline__ int row_of(int thread) {
+  return (thread - kWarpgroup) / device::kWarpSize * 16 + thread % device::kWarpSize / 4;
+}
+
+/// Hides what this thread's rows do not see of the keys from `key` on: a tile at an edge.
+template <int kPieces>
+__device__ __forceinline__ void mask(const AttentionParams& p, const Work& work, int key,
+                                     float (&scores)[kPieces][4]) {
+  const int thread = ptx::thread_index(), begin = key + thread % 4 * 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const config::KeyRange sees =
+        config::visible_keys(p, work.sequence, work.first_query + row_of(thread) + 8 * r);
+    const int first = sees.begin - begin;
+    const int limit = config::lesser(sees.end, work.sequence.k_len) - begin;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (8 * i + c < first || 8 * i + c >= limit) scores[i][2 * r + c] = device::kMinusInfinity;
+  }
+}
+
 // ---- Producer -----------------------------------------------------------------------------------
 
 /// The two warps that bring works, queries, keys and values. Both request boxes of each tile: one

@@ -27,11 +27,6 @@ struct Consumer {
   float scores[Tile::kKeys / 8][4];
   std::uint32_t weights[Tile::kKeys / 16][4];
 
-  /// The first of a thread's two rows of the tile; the other is 8 further.
-  __device__ static int row_of(int thread) {
-    return (thread - kWarpgroup) / device::kWarpSize * 16 + thread % device::kWarpSize / 4;
-  }
-
   /// While one warpgroup feeds the tensor cores, the other takes its softmax.
   __device__ __forceinline__ void await_turn() const {
     if constexpr (Tile::kTurns) ptx::named_barrier_sync(kFirstTurn + warpgroup, 2 * kWarpgroup);
@@ -105,25 +100,6 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  /// Hides what this thread's rows do not see of a tile at an edge.
-  __device__ __forceinline__ void mask() {
-    const Work& work = shared.work[now.work_slot];
-    const int thread = ptx::thread_index(), begin = now.tile * Tile::kKeys + thread % 4 * 2;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const config::KeyRange sees =
-          config::visible_keys(p, work.sequence, work.first_query + row_of(thread) + 8 * r);
-      const int first = sees.begin - begin;
-      const int limit = config::lesser(sees.end, work.sequence.k_len) - begin;
-#pragma unroll
-      for (int i = 0; i < Tile::kKeys / 8; ++i)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          if (8 * i + c < first || 8 * i + c >= limit)
-            scores[i][2 * r + c] = device::kMinusInfinity;
-    }
-  }
-
   /// Products become weights; what was gathered before is to be multiplied with keep[].
   __device__ __forceinline__ void take_softmax(float (&keep)[2]) {
     float unit = p.scale * device::kLog2E;
@@ -134,7 +110,8 @@ struct Consumer {
 #pragma unroll
         for (float& score : piece) score = device::capped(score * p.scale, p.softcap);
     }
-    if (now.tile < now.whole_begin || now.tile >= now.whole_end) mask();
+    if (now.tile < now.whole_begin || now.tile >= now.whole_end)
+      mask(p, shared.work[now.work_slot], now.tile * Tile::kKeys, scores);
     softmax.weigh(scores, keep, unit);
   }
 

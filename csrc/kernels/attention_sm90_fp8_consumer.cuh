@@ -32,11 +32,6 @@ struct Fp8Consumer {
   float scores[Tile::kKeys / 8][4];
   std::uint32_t weights[Tile::kKeys / 32][4];
 
-  /// The first of a thread's two rows of the tile; the other is 8 further.
-  __device__ static int row_of(int thread) {
-    return (thread - kWarpgroup) / device::kWarpSize * 16 + thread % device::kWarpSize / 4;
-  }
-
   __device__ __forceinline__ bool begin_work() {
     ptx::mbarrier_wait(&shared.q_full[queries.slot], queries.parity);
     const Work& work = shared.work[works.slot];
@@ -92,25 +87,6 @@ struct Fp8Consumer {
     ptx::wgmma_commit();
   }
 
-  /// Hides what this thread's rows do not see of a tile at an edge.
-  __device__ __forceinline__ void mask() {
-    const Work& work = shared.work[now.work_slot];
-    const int thread = ptx::thread_index(), begin = now.tile * Tile::kKeys + thread % 4 * 2;
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const config::KeyRange sees =
-          config::visible_keys(p, work.sequence, work.first_query + row_of(thread) + 8 * r);
-      const int first = sees.begin - begin;
-      const int limit = config::lesser(sees.end, work.sequence.k_len) - begin;
-#pragma unroll
-      for (int i = 0; i < Tile::kKeys / 8; ++i)
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          if (8 * i + c < first || 8 * i + c >= limit)
-            scores[i][2 * r + c] = device::kMinusInfinity;
-    }
-  }
-
   /// This thread's columns of pieces i and i + 1.
   __device__ __forceinline__ static float4 scales_of(const float (&row)[128], int i) {
     return *reinterpret_cast<const float4*>(&row[8 * i + ptx::thread_index() % 4 * 4]);
@@ -137,7 +113,8 @@ struct Fp8Consumer {
           piece[c] = device::capped(piece[c] * (unit[c / 2] * device::kLn2), p.softcap);
       factor[0] = factor[1] = device::kLog2E;
     }
-    if (now.tile < now.whole_begin || now.tile >= now.whole_end) mask();
+    if (now.tile < now.whole_begin || now.tile >= now.whole_end)
+      mask(p, shared.work[now.work_slot], now.tile * Tile::kKeys, scores);
   }
 
   /// Weights of half a tile times their values' scales, as codes.
