@@ -56,12 +56,9 @@ __global__ void __launch_bounds__(kThreads + (kTiles == 1 ? 2 : kMostFinishers) 
   if (threadIdx.x == kWarps * 32) prefetch_norm(p);
   barriers.squares.clear(warp, lane);
   ptx::wait_for_dependencies();
-  // Each warp stages the columns that it multiplies: no other needs them.
   bool finite = true;
-  if (warp < kWarps)
-    for (int chunk = warp; chunk < params.chunks; chunk += kWarps)
-      finite &= stage_chunk<T, kSpan>(p, chunk, x, spans, barriers.squares);
-  __syncthreads();  // the barriers are made, and each warp's x is whole
+  if (warp < kWarps) finite = stage_x<T, kSpan>(params, warp, x, spans, barriers.squares);
+  __syncthreads();  // the barriers are made, and x is whole
 
   if (warp >= kWarps)
     return finish_strips<T>(p, params.order, barriers.sums, sums_at, barriers.squares);
@@ -69,9 +66,9 @@ __global__ void __launch_bounds__(kThreads + (kTiles == 1 ? 2 : kMostFinishers) 
   const XOfLane<kTiles> x_lane(x, spans, rows, lane);
   const int strips = params.order.strips(blockIdx.x);
   int stage = 0, parity = 0, row = params.order.first_row(blockIdx.x);
-  for (int strip = 0; strip < strips; ++strip) {
+  for (int strip = 0, chunk = warp; strip < strips; ++strip, chunk -= params.chunks) {
     float sums[kTiles][2] = {};
-    for (int chunk = warp; chunk < params.chunks; chunk += kWarps) {
+    for (; chunk < params.chunks; chunk += kWarps) {
       const char* of_chunk = ring + stage * params.stage_bytes;
       ptx::mbarrier_wait(&barriers.full[warp][stage], parity);
       multiply_chunk<T, kSpan>(params, of_chunk, x_lane, chunk, sums, lane);

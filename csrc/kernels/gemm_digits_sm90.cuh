@@ -70,68 +70,95 @@ __device__ __forceinline__ void load_x(const GemmParams& p, int m, int column,
 /// Bytes of 64 columns of all rows of x. Blocks start in different banks: a store goes to eight.
 __device__ __forceinline__ constexpr int block_bytes(int rows) { return rows * kRowBytes + 16; }
 
-/// kBatch rows of x from m on, 512 columns, 16 a lane, as digits in the order of the columns of an
-/// int4 block: [block of 64 columns][row][digit][lane % 4][word]. False if some were not finite:
-/// those count as zero. No branch stands between rows, so that their chains of shuffles overlap.
-template <class T, int kSpan, int kBatch>
-__device__ __forceinline__ bool stage_rows(const GemmParams& p, int chunk, int m, char* x,
+/// kRows rows of x from m on, 512 columns, 16 a lane, of kChunks chunks, kWarps apart, as digits in
+/// the order of the columns of an int4 block: [block of 64 columns][row][digit][lane % 4][word].
+/// False if some were not finite: those count as zero. No branch stands between rows, so that their
+/// chains of shuffles overlap.
+template <class T, int kSpan, int kRows, int kChunks>
+__device__ __forceinline__ bool stage_rows(const DigitsParams& params, int chunk, int m, char* x,
                                            Span* spans, Squares& squares) {
+  const GemmParams& p = params.gemm;
   const int rows = static_cast<int>(p.M), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int column = chunk * kChunkCols + lane * 16;
-  std::uint32_t pairs[kBatch][8], largest[kBatch], most = 0;
-  Normed<T, 8> norm;
-  norm.load(p, column);
+  std::uint32_t pairs[kChunks][kRows][8], largest[kChunks][kRows], most = 0;
+  Normed<T, 8> norm[kChunks];
 #pragma unroll
-  for (int i = 0; i < kBatch; ++i) load_x<T>(p, m + i, column, pairs[i]);
+  for (int c = 0; c < kChunks; ++c) {
+    const int column = (chunk + c * kWarps) * kChunkCols + lane * 16;
+    norm[c].load(p, column);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) load_x<T>(p, m + i, column, pairs[c][i]);
+  }
   if (p.x.norm_weight)
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) norm.apply(p, pairs[i], squares, m + i, warp, lane);
+    for (int c = 0; c < kChunks; ++c)
 #pragma unroll
-  for (int i = 0; i < kBatch; ++i) {
-    largest[i] = device::largest_magnitude(pairs[i]);
-    most = max(most, largest[i]);
-  }
+      for (int i = 0; i < kRows; ++i)
+        norm[c].apply(p, pairs[c][i], squares, m + i, warp, lane);
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      largest[c][i] = device::largest_magnitude(pairs[c][i]);
+      most = max(most, largest[c][i]);
+    }
   const bool finite = !device::any_lane(most >= device::kNotFinite<T>);
   if (!finite)
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      device::drop_not_finite<T>(pairs[i]);
-      largest[i] = device::largest_magnitude(pairs[i]);
-    }
+    for (int c = 0; c < kChunks; ++c)
 #pragma unroll
-  for (int i = 0; i < kBatch; ++i) {
-    const auto unit =
-        device::PowerUnit<14>::of(device::group_max(largest[i], 4 * kSpan), T{});
-    char* to = x + (chunk * kChunkBlocks + lane / 4) * block_bytes(rows) +
-               (m + i) * kRowBytes + lane % 4 * 4;
-    int low = 0, high = 0;
+      for (int i = 0; i < kRows; ++i) {
+        device::drop_not_finite<T>(pairs[c][i]);
+        largest[c][i] = device::largest_magnitude(pairs[c][i]);
+      }
 #pragma unroll
-    for (int t = 0; t < 4; ++t) {
-      const float2 near = device::floats_of(device::as_pair<T>(pairs[i][t]));
-      const float2 far = device::floats_of(device::as_pair<T>(pairs[i][t + 4]));
-      const uint2 digits = device::digits_of(near.x, far.x, near.y, far.y, unit.inverse);
-      low = __dp4a(static_cast<int>(digits.x), 0x01010101, low);
-      high = __dp4a(static_cast<int>(digits.y), 0x01010101, high);
-      *reinterpret_cast<std::uint32_t*>(to + t * 16) = digits.x;
-      *reinterpret_cast<std::uint32_t*>(to + 64 + t * 16) = digits.y;
+  for (int c = 0; c < kChunks; ++c) {
+    const int of = chunk + c * kWarps;
+    const bool stores = of < params.chunks;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const auto unit =
+          device::PowerUnit<14>::of(device::group_max(largest[c][i], 4 * kSpan), T{});
+      char* to = x + (of * kChunkBlocks + lane / 4) * block_bytes(rows) + (m + i) * kRowBytes +
+                 lane % 4 * 4;
+      int low = 0, high = 0;
+#pragma unroll
+      for (int t = 0; t < 4; ++t) {
+        const float2 near = device::floats_of(device::as_pair<T>(pairs[c][i][t]));
+        const float2 far = device::floats_of(device::as_pair<T>(pairs[c][i][t + 4]));
+        const uint2 digits = device::digits_of(near.x, far.x, near.y, far.y, unit.inverse);
+        low = __dp4a(static_cast<int>(digits.x), 0x01010101, low);
+        high = __dp4a(static_cast<int>(digits.y), 0x01010101, high);
+        if (stores) {
+          *reinterpret_cast<std::uint32_t*>(to + t * 16) = digits.x;
+          *reinterpret_cast<std::uint32_t*>(to + 64 + t * 16) = digits.y;
+        }
+      }
+      const int sum = device::group_sum(high * 256 + low, 4 * kSpan);
+      if (stores && lane % (4 * kSpan) == 0)
+        spans[(of * (kChunkBlocks / kSpan) + lane / (4 * kSpan)) * rows + m + i] = {
+            static_cast<float>(sum), unit.unit};
     }
-    const int sum = device::group_sum(high * 256 + low, 4 * kSpan);
-    if (lane % (4 * kSpan) == 0)
-      spans[(chunk * (kChunkBlocks / kSpan) + lane / (4 * kSpan)) * rows + m + i] = {
-          static_cast<float>(sum), unit.unit};
   }
   return finite;
 }
 
-/// All rows of a chunk of x.
+/// A warp's chunks of x: false if it has values that are not finite.
 template <class T, int kSpan>
-__device__ bool stage_chunk(const GemmParams& p, int chunk, char* x, Span* spans,
-                            Squares& squares) {
+__device__ bool stage_x(const DigitsParams& params, int warp, char* x, Span* spans,
+                        Squares& squares) {
   bool finite = true;
   int m = 0;
-  for (; m + 4 <= p.M; m += 4)
-    finite &= stage_rows<T, kSpan, 4>(p, chunk, m, x, spans, squares);
-  for (; m < p.M; ++m) finite &= stage_rows<T, kSpan, 1>(p, chunk, m, x, spans, squares);
+  for (; m + 4 <= params.gemm.M; m += 4)
+    for (int chunk = warp; chunk < params.chunks; chunk += kWarps)
+      finite &= stage_rows<T, kSpan, 4, 1>(params, chunk, m, x, spans, squares);
+  for (; m < params.gemm.M; ++m) {
+    int chunk = warp;
+    if (params.chunks > kWarps)
+      for (; chunk < params.chunks; chunk += 4 * kWarps)
+        finite &= stage_rows<T, kSpan, 1, 4>(params, chunk, m, x, spans, squares);
+    else if (chunk < params.chunks)
+      finite &= stage_rows<T, kSpan, 1, 1>(params, chunk, m, x, spans, squares);
+  }
   return finite;
 }
 
@@ -208,8 +235,8 @@ __device__ __forceinline__ void multiply_chunk(const DigitsParams& params, const
   }
 }
 
-/// The products of x's values that are not finite with weight row n, in the warp's chunks: what the
-/// digits leave out.
+/// The products of x's values that are not finite with weight row n, in the chunks that the warp
+/// staged: what the digits leave out.
 template <class T>
 __device__ __noinline__ float products_not_finite(const DigitsParams& params, int n, int m,
                                                   int warp) {

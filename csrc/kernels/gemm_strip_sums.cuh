@@ -39,8 +39,9 @@ struct StripOrder {
   }
 };
 
-/// What one warp requests, in order: of each strip of the block its chunks of columns, kWarps
-/// apart.
+/// What one warp requests, in order: chunks of columns, kWarps apart over all strips of the block,
+/// so that no warp has more of them than others where a strip has a number that kWarps does not
+/// divide.
 struct ChunkWalk {
   const StripOrder& order;
   int chunks, warp, strips, chunk, row;
@@ -48,16 +49,19 @@ struct ChunkWalk {
 
   __device__ ChunkWalk(const StripOrder& order, int chunks, int warp)
       : order(order), chunks(chunks), warp(warp),
-        strips(warp < chunks ? order.strips(blockIdx.x) : 0), chunk(warp),
-        row(order.first_row(blockIdx.x)), up(false) {}
+        strips(order.strips(blockIdx.x)), chunk(warp),
+        row(order.first_row(blockIdx.x)), up(false) {
+    find_strip();
+  }
 
   __device__ void next() {
     chunk += kWarps;
-    if (chunk < chunks) return;
-    chunk = warp;
-    --strips;
-    row = order.next_row(row, up);
-    up = !up;
+    find_strip();
+  }
+
+  __device__ void find_strip() {
+    for (; chunk >= chunks && strips > 0; chunk -= chunks, --strips, up = !up)
+      row = order.next_row(row, up);
   }
 };
 

@@ -63,10 +63,10 @@ __global__ void __launch_bounds__(kThreads + 2 * 32, 2)
                        (kFp8 ? lane % 4 * 8 : lane / 8 * 16);
   const int strips = params.order.strips(blockIdx.x);
   int stage = 0, parity = 0, row = params.order.first_row(blockIdx.x);
-  for (int strip = 0; strip < strips; ++strip) {
+  for (int strip = 0, chunk = warp; strip < strips; ++strip, chunk -= params.chunks) {
     Sums<E> whole;  // dense and int8
     float sums[4] = {};
-    for (int chunk = warp; chunk < params.chunks; chunk += kWarps) {
+    for (; chunk < params.chunks; chunk += kWarps) {
       const char* weight = shared.weight[warp][stage];
       float scales[kBoxes];  // of fp8 by blocks
 #pragma unroll
@@ -140,8 +140,8 @@ void launch(const GemmParams& p, Stream stream) {
   // Rows of x start in different banks: 16 bytes apart for ldmatrix, 32 for two words a thread.
   params.pitch =
       params.chunks * kChunkCols<kFormat> * 2 + (kFormat == WeightFormat::kFp8 ? 32 : 16);
-  const int shared =
-      sizeof(Shared) + sums_bytes(p) + static_cast<int>(p.M) * (params.pitch + params.chunks * 4);
+  const int shared = sizeof(Shared) + sums_bytes(p) +
+                     static_cast<int>(p.M) * (params.pitch + (params.chunks + 1) * 4);
   device::launch_chained<strips_sm90_kernel<T, E, kFormat, kFp8X>>(
       dim3(blocks), dim3(kThreads + finishers_of(p) * 32),
       std::max(shared, gemm_config::kShareOfSm), stream, params, "linear: strips");

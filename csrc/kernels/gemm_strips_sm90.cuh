@@ -54,69 +54,88 @@ struct alignas(128) Shared {
 template <class T, class E, bool kFp8X>
 constexpr bool kUnits = !kFp8X && std::is_floating_point_v<SumOf<E>> && !std::is_same_v<T, E>;
 
-/// kBatch rows of x from m on, to shared memory in E, zero from K on: eight columns a lane, or 16
-/// of fp8. Nothing stands between the rows' loads, nor between their chains of shuffles.
-template <class T, class E, WeightFormat kFormat, bool kFp8X, int kBatch>
+/// kRows rows of x from m on, kPieces pieces of their columns each, from `column` on, to shared
+/// memory in E, zero from K on. A piece is eight columns a lane, or 16 of fp8. Nothing stands
+/// between the loads, nor between the chains of shuffles.
+template <class T, class E, WeightFormat kFormat, bool kFp8X, int kRows, int kPieces>
 __device__ __forceinline__ void stage_rows(const StripsParams& params, int column, int m, char* to,
                                            float* units, Squares& squares) {
+  constexpr int kStep = kThreads * (kFp8X ? 16 : 8);
   const GemmParams& p = params.gemm;
   const int rows = static_cast<int>(p.M), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const bool stores = column < params.chunks * kChunkCols<kFormat>;
-  std::uint32_t pairs[kBatch][4];
-  Normed<T, 4> norm;
-  if constexpr (!kFp8X) norm.load(p, column);
+  std::uint32_t pairs[kPieces][kRows][4];
+  Normed<T, 4> norm[kPieces];
 #pragma unroll
-  for (int i = 0; i < kBatch; ++i) {
-    uint4 raw{};
-    const auto at = (m + i) * p.x.stride_row + column;
-    if (column < p.K)
-      raw = __ldcg(reinterpret_cast<const uint4*>(static_cast<const char*>(p.x.data) +
-                                                  at * (kFp8X ? 1 : 2)));
-    pairs[i][0] = raw.x, pairs[i][1] = raw.y, pairs[i][2] = raw.z, pairs[i][3] = raw.w;
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const int at = column + piece * kStep;
+    if constexpr (!kFp8X) norm[piece].load(p, at);
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      uint4 raw{};
+      if (at < p.K)
+        raw = __ldcg(reinterpret_cast<const uint4*>(
+            static_cast<const char*>(p.x.data) +
+            ((m + i) * p.x.stride_row + at) * (kFp8X ? 1 : 2)));
+      std::uint32_t(&of)[4] = pairs[piece][i];
+      of[0] = raw.x, of[1] = raw.y, of[2] = raw.z, of[3] = raw.w;
+    }
   }
   if (!kFp8X && p.x.norm_weight)
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) norm.apply(p, pairs[i], squares, m + i, warp, lane);
+    for (int piece = 0; piece < kPieces; ++piece)
 #pragma unroll
-  for (int i = 0; i < kBatch; ++i) {
-    auto* row = reinterpret_cast<uint4*>(to + (m + i) * params.pitch + column * 2);
-    if constexpr (kFp8X) {
+      for (int i = 0; i < kRows; ++i)
+        norm[piece].apply(p, pairs[piece][i], squares, m + i, warp, lane);
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        std::uint32_t low[2], high[2];
-        device::convert_e4m3<E>(pairs[i][2 * half], low);
-        device::convert_e4m3<E>(pairs[i][2 * half + 1], high);
-        if (stores) row[half] = {low[0], low[1], high[0], high[1]};
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const int at = column + piece * kStep;
+    const bool stores = at < params.chunks * kChunkCols<kFormat>;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      std::uint32_t(&of)[4] = pairs[piece][i];
+      auto* row = reinterpret_cast<uint4*>(to + (m + i) * params.pitch + at * 2);
+      if constexpr (kFp8X) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          std::uint32_t low[2], high[2];
+          device::convert_e4m3<E>(of[2 * half], low);
+          device::convert_e4m3<E>(of[2 * half + 1], high);
+          if (stores) row[half] = {low[0], low[1], high[0], high[1]};
+        }
+        continue;
       }
-      continue;
-    }
-    if constexpr (kUnits<T, E, kFp8X>) {
-      const auto unit = device::PowerUnit<15>::of(
-          device::group_max(device::largest_magnitude(pairs[i]), 32), T{});
+      if constexpr (kUnits<T, E, kFp8X>) {
+        const auto unit = device::PowerUnit<15>::of(
+            device::group_max(device::largest_magnitude(of), 32), T{});
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float2 two = device::floats_of(device::as_pair<T>(pairs[i][j]));
-        pairs[i][j] =
-            device::as_bits(__floats2half2_rn(two.x * unit.inverse, two.y * unit.inverse));
+        for (int j = 0; j < 4; ++j) {
+          const float2 two = device::floats_of(device::as_pair<T>(of[j]));
+          of[j] = device::as_bits(__floats2half2_rn(two.x * unit.inverse, two.y * unit.inverse));
+        }
+        if (lane == 0)
+          units[min(at / kChunkCols<kFormat>, params.chunks) * rows + m + i] = unit.unit;
       }
-      if (lane == 0) units[column / kChunkCols<kFormat> * rows + m + i] = unit.unit;
+      if (stores) *row = {of[0], of[1], of[2], of[3]};
     }
-    if (stores) *row = {pairs[i][0], pairs[i][1], pairs[i][2], pairs[i][3]};
   }
 }
 
 /// All of x; of units a warp takes whole chunks.
 template <class T, class E, WeightFormat kFormat, bool kFp8X>
 __device__ void stage_x(char* to, float* units, Squares& squares, const StripsParams& params) {
-  constexpr int kEach = kFp8X ? 16 : 8;
-  for (int start = threadIdx.x / 32 * 32 * kEach; start < params.chunks * kChunkCols<kFormat>;
-       start += kThreads * kEach) {
-    const int column = start + threadIdx.x % 32 * kEach;
-    int m = 0;
-    for (; m + 4 <= params.gemm.M; m += 4)
-      stage_rows<T, E, kFormat, kFp8X, 4>(params, column, m, to, units, squares);
-    for (; m < params.gemm.M; ++m)
-      stage_rows<T, E, kFormat, kFp8X, 1>(params, column, m, to, units, squares);
+  constexpr int kEach = kFp8X ? 16 : 8, kStep = kThreads * kEach;
+  const int lane_at = threadIdx.x % 32 * kEach, first = threadIdx.x / 32 * 32 * kEach;
+  const int cols = params.chunks * kChunkCols<kFormat>;
+  int m = 0;
+  for (; m + 4 <= params.gemm.M; m += 4)
+    for (int start = first; start < cols; start += kStep)
+      stage_rows<T, E, kFormat, kFp8X, 4, 1>(params, start + lane_at, m, to, units, squares);
+  for (; m < params.gemm.M; ++m) {
+    int start = first;
+    for (; start + 2 * kStep < cols; start += 4 * kStep)
+      stage_rows<T, E, kFormat, kFp8X, 1, 4>(params, start + lane_at, m, to, units, squares);
+    for (; start < cols; start += 2 * kStep)
+      stage_rows<T, E, kFormat, kFp8X, 1, 2>(params, start + lane_at, m, to, units, squares);
   }
 }
 
