@@ -157,13 +157,14 @@ template <class Backend>
 void rope_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& positions,
                    const Tensor& cos_sin, const Tensor& k_cache, const Tensor& v_cache,
                    const Tensor& slots, const OptionalTensor& k_scale,
-                   const OptionalTensor& v_scale, bool interleaved) {
+                   const OptionalTensor& v_scale, bool interleaved, bool weights_ready) {
   const Backend on(q, "q");
   KvWriteParams params = kv_write_params(q, "q");
   params.q = heads_view(q, "q", q, "q");
   params.k = heads_view(k, "k", q, "q");
   set_rotation(params, q, positions, cos_sin, interleaved);
   set_cache(params, k, v, k_cache, v_cache, slots, k_scale, v_scale);
+  params.table_ready = weights_ready;
   run_kv_write(on, params);
 }
 

@@ -85,7 +85,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def(
       "rope_write_kv(Tensor(a!) q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, "
       "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slots, Tensor(d!)? k_scale, "
-      "Tensor(e!)? v_scale, bool interleaved) -> ()");
+      "Tensor(e!)? v_scale, bool interleaved, bool weights_ready) -> ()");
   m.def(
       "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pairs, Tensor(c!)? k_scale, "
       "Tensor(d!)? v_scale) -> ()");

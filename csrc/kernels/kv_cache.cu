@@ -32,10 +32,28 @@ struct KvWriteLaunch {
 
 // ---- Phases -----------------------------------------------------------------------------------
 
+/// From L2: L1 may hold what was there before the kernels ahead had ended.
 __device__ __forceinline__ std::int64_t index_at(const void* indices, DType dtype, std::int64_t i) {
-  return dtype == DType::kInt64 ? static_cast<const std::int64_t*>(indices)[i]
-                                : static_cast<const std::int32_t*>(indices)[i];
+  return dtype == DType::kInt64 ? __ldcg(static_cast<const std::int64_t*>(indices) + i)
+                                : __ldcg(static_cast<const std::int32_t*>(indices) + i);
 }
+
+/// Of a piece of the table's row, in float32.
+template <int kVec>
+struct Angles {
+  float cosine[kVec], sine[kVec];
+
+  template <class C>
+  __device__ void load(const C* row, int index, int half) {
+    const device::Vec<C, kVec> cosines = device::load_vec<kVec>(row + index * kVec);
+    const device::Vec<C, kVec> sines = device::load_vec<kVec>(row + half + index * kVec);
+#pragma unroll
+    for (int j = 0; j < kVec; ++j) {
+      cosine[j] = device::to_float(cosines.data[j]);
+      sine[j] = device::to_float(sines.data[j]);
+    }
+  }
+};
 
 /// Two pieces of a head vector that rotate together, or two neighbours behind the rotated part.
 template <class T, int kVec>
@@ -64,28 +82,23 @@ struct Unit {
 
   /// Rotates pairs (x, y) of the two pieces: element j of both, or, interleaved, neighbours of a,
   /// then of b.
-  template <class C>
-  __device__ void rotate(const C* cosines, int index, int half, bool interleaved) {
-    const device::Vec<C, kVec> cosine = device::load_vec<kVec>(cosines + index * kVec);
-    const device::Vec<C, kVec> sine = device::load_vec<kVec>(cosines + half + index * kVec);
+  __device__ void rotate(const Angles<kVec>& angles, bool interleaved) {
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
       if (interleaved && kVec > 1) {
         device::Vec<T, kVec>& piece = j < kVec / 2 ? a : b;
         const int i = 2 * j % kVec;
-        rotate_pair(piece.data[i], piece.data[(i + 1) % kVec], cosine.data[j], sine.data[j]);
+        rotate_pair(piece.data[i], piece.data[(i + 1) % kVec], angles.cosine[j], angles.sine[j]);
       } else {
-        rotate_pair(a.data[j], b.data[j], cosine.data[j], sine.data[j]);
+        rotate_pair(a.data[j], b.data[j], angles.cosine[j], angles.sine[j]);
       }
     }
   }
 
-  template <class C>
-  __device__ static void rotate_pair(T& x, T& y, C cosine, C sine) {
+  __device__ static void rotate_pair(T& x, T& y, float cosine, float sine) {
     const float a = device::to_float(x), b = device::to_float(y);
-    const float c = device::to_float(cosine), s = device::to_float(sine);
-    x = device::from_float<T>(rotated_first(a, b, c, s));
-    y = device::from_float<T>(rotated_second(a, b, c, s));
+    x = device::from_float<T>(rotated_first(a, b, cosine, sine));
+    y = device::from_float<T>(rotated_second(a, b, cosine, sine));
   }
 
   /// The largest magnitude as bits: NaN is above infinity and infinity above all else.
@@ -183,7 +196,28 @@ __global__ void __launch_bounds__(kThreads)
   // In place, what is behind the rotated part stays as it is.
   const int head_dim = in_place ? params.rotary_dim : params.head_dim;
 
+  const bool rotates = params.rotary_dim > 0 && !is_v && present;
+  Angles<kVec> angles[kUnits<kVec>];
+  const auto load_angles = [&](std::int64_t position) {
+    if (position < 0 || position >= params.max_position) position = 0;
+    const std::int64_t row = position * params.stride_cos_sin;
+    const int half = params.rotary_dim / 2;
+#pragma unroll
+    for (int i = 0; i < kUnits<kVec>; ++i) {
+      const int index = lane + i * launch.lanes;
+      if (index * kVec >= half) continue;
+      if (params.table_dtype == params.dtype)
+        angles[i].load(static_cast<const T*>(params.cos_sin) + row, index, half);
+      else
+        angles[i].load(static_cast<const float*>(params.cos_sin) + row, index, half);
+    }
+  };
+
   ptx::launch_dependents();
+  // The position is most likely written already; then the row of the table is on its way early.
+  const bool guesses = rotates && params.table_ready;
+  std::int64_t guess = 0;
+  if (guesses) load_angles(guess = index_at(params.positions, params.index_dtype, token));
   ptx::wait_for_dependencies();
 
   T* source = static_cast<T*>(view.data) + token * view.stride_token + head * view.stride_head;
@@ -193,21 +227,12 @@ __global__ void __launch_bounds__(kThreads)
     units[i] = Unit<T, kVec>(params, lane + i * launch.lanes);
     if (present) units[i].load(source, head_dim);
   }
-  if (params.rotary_dim > 0 && !is_v && present) {
-    std::int64_t position = index_at(params.positions, params.index_dtype, token);
-    if (position < 0 || position >= params.max_position) position = 0;
-    const std::int64_t row = position * params.stride_cos_sin;
+  if (rotates) {
+    const std::int64_t position = index_at(params.positions, params.index_dtype, token);
+    if (!guesses || position != guess) load_angles(position);
 #pragma unroll
-    for (int i = 0; i < kUnits<kVec>; ++i) {
-      if (!units[i].rotated) continue;
-      const int index = lane + i * launch.lanes, half = params.rotary_dim / 2;
-      if (params.table_dtype == params.dtype)
-        units[i].rotate(static_cast<const T*>(params.cos_sin) + row, index, half,
-                        params.interleaved);
-      else
-        units[i].rotate(static_cast<const float*>(params.cos_sin) + row, index, half,
-                        params.interleaved);
-    }
+    for (int i = 0; i < kUnits<kVec>; ++i)
+      if (units[i].rotated) units[i].rotate(angles[i], params.interleaved);
   }
   if (in_place && present) {
 #pragma unroll

@@ -69,6 +69,7 @@ struct KvWriteParams {
   const void* positions;       // [tokens], or null without rotation
   const void* cos_sin;         // [max_position, rotary_dim]: cosines, then sines
   std::int64_t stride_cos_sin; // elements
+  bool table_ready;            // no kernel of the stream still writes cos_sin
   const void* slots;           // [tokens]: block * block_size + offset; null: no cache
   std::int32_t block_size;
   std::int64_t num_slots;      // num_blocks * block_size

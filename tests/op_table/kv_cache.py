@@ -57,6 +57,7 @@ def _rope_write_kv(
     v_cache: Tensor,
     slots: Tensor,
     interleaved: bool = False,
+    weights_ready: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k = _rope(q, k, positions, cos_sin, interleaved)
     return q, _stored(k_cache, slots, k), _stored(v_cache, slots, v)
@@ -317,6 +318,16 @@ ROPE_WRITE_KV = OpCase(
             v_cache=poisoned(4, 16, 3, 96),
             slots=_int32(list(range(16, 49))),
             interleaved=True,
+        ),
+        Sample(
+            "a table at rest",
+            **_slices(2, 2, 1, 64),
+            positions=_int32([7, 2]),
+            cos_sin=cos_sin(16, 64),
+            k_cache=poisoned(2, 16, 1, 64),
+            v_cache=poisoned(2, 16, 1, 64),
+            slots=_int32([16, 17]),
+            weights_ready=True,
         ),
     ],
     errors=[

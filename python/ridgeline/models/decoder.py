@@ -195,6 +195,7 @@ class Decoder:
                 inputs.slots,
                 *scales,
                 interleaved=layer.interleaved,
+                weights_ready=True,
             )
         out = ops.paged_attention(
             q,

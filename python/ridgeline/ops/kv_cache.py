@@ -83,6 +83,7 @@ def rope_write_kv(
     v_scale: Tensor | None = None,
     *,
     interleaved: bool = False,
+    weights_ready: bool = False,
 ) -> None:
     """Rotates queries in place and writes rotated keys and values to the cache, in one pass.
 
@@ -95,6 +96,8 @@ def rope_write_kv(
         positions, cos_sin, interleaved: as in :func:`rope`.
         k_cache, v_cache, slots, k_scale, v_scale: as in :func:`write_kv`; ``slots`` and
             ``positions`` have one dtype.
+        weights_ready: no kernel of the stream still writes ``cos_sin``: its rows may be requested
+            before the kernels ahead have ended.
 
     Raises:
         ValueError: as :func:`rope` and :func:`write_kv`.
@@ -103,7 +106,18 @@ def rope_write_kv(
     check_ids("slots", slots, 0, k_cache.shape[0] * k_cache.shape[1])
     refuse_in_place("rope_write_kv", q)
     _ops.rope_write_kv(
-        q, k, v, positions, cos_sin, k_cache, v_cache, slots, k_scale, v_scale, interleaved
+        q,
+        k,
+        v,
+        positions,
+        cos_sin,
+        k_cache,
+        v_cache,
+        slots,
+        k_scale,
+        v_scale,
+        interleaved,
+        weights_ready,
     )
 
 
@@ -198,6 +212,7 @@ def _(
     v_scale: Tensor | None = None,
     *,
     interleaved: bool = False,
+    weights_ready: bool = False,
 ) -> Cost:
     read = nbytes(q, k, v, positions, slots) + _table_bytes(q.shape[0], cos_sin)
     written = nbytes(q) + 2 * _cache_bytes(k, k_cache, k_scale)
