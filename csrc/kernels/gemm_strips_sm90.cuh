@@ -106,7 +106,7 @@ __device__ __forceinline__ void stage_rows(const StripsParams& params, int colum
       }
       if constexpr (kUnits<T, E, kFp8X>) {
         const auto unit = device::PowerUnit<15>::of(
-            device::group_max(device::largest_magnitude(of), 32), T{});
+            device::warp_max(static_cast<int>(device::largest_magnitude(of))), T{});
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float2 two = device::floats_of(device::as_pair<T>(of[j]));
