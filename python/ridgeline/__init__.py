@@ -2,11 +2,13 @@
 
 from ridgeline import _loader as _loader
 from ridgeline import integrations, nn, ops
+from ridgeline._advise import Advice, advise_quantization
 from ridgeline._debug import debug_checks
 from ridgeline._explain import Explanation, explain
 from ridgeline._info import info
 from ridgeline._optimize import Optimized, optimize_
 from ridgeline._quantize import Quantized, quantize_
+from ridgeline._smooth import Observed, observe, smooth_
 from ridgeline._version import __version__
 from ridgeline.llm import LLM
 from ridgeline.outputs import (
@@ -21,9 +23,11 @@ from ridgeline.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
+    "Advice",
     "CompletionOutput",
     "Explanation",
     "Logprob",
+    "Observed",
     "Optimized",
     "Quantized",
     "RequestMetrics",
@@ -32,12 +36,15 @@ __all__ = [
     "Stats",
     "StreamOutput",
     "__version__",
+    "advise_quantization",
     "debug_checks",
     "explain",
     "info",
     "integrations",
     "nn",
+    "observe",
     "ops",
     "optimize_",
     "quantize_",
+    "smooth_",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ridgeline._smooth import Observed
 from ridgeline.nn.linear import Linear, Linear4bit, LinearFP8, LinearInt8, Product
 
 Maker = Callable[..., Product]
@@ -56,7 +57,8 @@ def quantize_(
         module: any tree; itself not a linear layer.
         format: "int4" (``group_size=128``, ``zero_point=False``: see
             :func:`ridgeline.ops.pack_int4`), "fp8" (``dynamic=False``: with it the inputs are
-            quantised too) or "int8" (the inputs always are).
+            quantised too) or "int8" (the inputs always are; ``seen``, of :func:`ridgeline.observe`,
+            and ``threshold=6.0`` leave the columns of outliers in the layer's dtype).
         skip: names or patterns (``*.gate``) of layers to leave: the whole name or its end.
         options: of the format.
 
@@ -76,6 +78,7 @@ def quantize_(
     if isinstance(module, (nn.Linear, Linear)):
         raise ValueError("module: expected a tree with linear layers in it, got a linear layer")
     layers, left, before, after = [], [], 0, 0
+    seen: Observed | None = options.pop("seen", None)
     for name, child in list(module.named_modules()):
         if not isinstance(child, (nn.Linear, Linear)):
             continue
@@ -83,7 +86,8 @@ def quantize_(
         made = None
         if reason is None:
             try:
-                made = _MAKERS[format](child, **options)
+                own = {} if seen is None else {"largest": seen.largest.get(name)}
+                made = _MAKERS[format](child, **options, **own)
             except ValueError as error:  # what the format cannot do with this shape
                 reason = str(error)
         if made is None:

@@ -38,6 +38,8 @@ def is_product(module: Stranger) -> bool:
     """A linear layer that the ops compute, and nothing around it."""
     if type(module) not in (nn.Linear, Linear, Linear4bit, LinearFP8, LinearInt8):
         return False
+    if isinstance(module, LinearInt8) and module.outliers is not None:
+        return False  # its columns are two products
     hooks = module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
     weight = module.scales if isinstance(module, Linear4bit) else module.weight
     return not hooks and weight.device.type in ("cpu", "cuda") and type(weight.data) is Tensor

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline import ops
@@ -199,20 +201,78 @@ class LinearFP8(Product):
 class LinearInt8(LinearFP8):
     """:func:`ridgeline.ops.int8_linear`; weight and scales in buffers, saved with the module.
 
-    Inputs are quantised with a scale a row: ``dynamic`` says nothing.
+    Inputs are quantised with a scale a row: ``dynamic`` says nothing. Columns may be left in
+    ``dtype``, as those whose inputs are so large that the others of their row would be lost.
+
+    Args:
+        outliers: int64, the columns left; the int8 weight has zeros there.
+        outlier_weight: ``[out, len(outliers)]``, of ``dtype``.
+
+    Source: Dettmers et al., "LLM.int8()", 2022: there the columns are found in every batch.
     """
 
+    outliers: Tensor | None
+    outlier_weight: Tensor | None
+
+    def __init__(
+        self,
+        *args: Any,
+        outliers: Tensor | None = None,
+        outlier_weight: Tensor | None = None,
+        persistent: bool = True,
+        **kind: Any,
+    ) -> None:
+        super().__init__(*args, persistent=persistent, **kind)
+        self.register_buffer("outliers", outliers, persistent)
+        self.register_buffer("outlier_weight", outlier_weight, persistent)
+
     @classmethod
-    def from_torch(cls, linear: nn.Linear) -> LinearInt8:  # type: ignore[override]
-        """A scale for each output, as :func:`ridgeline.ops.quantize_int8`."""
-        weight, scale = ops.quantize_int8(linear.weight.detach())
-        at_rest(weight)
+    def from_torch(  # type: ignore[override]
+        cls, linear: nn.Linear, *, largest: Tensor | None = None, threshold: float = 6.0
+    ) -> LinearInt8:
+        """A scale for each output, as :func:`ridgeline.ops.quantize_int8`.
+
+        Args:
+            largest: of each input column, as :func:`ridgeline.observe` saw it; those that reach
+                ``threshold`` are left.
+        """
+        weight, columns = linear.weight.detach(), None
+        if largest is not None:
+            columns = (largest >= threshold).nonzero().flatten().to(weight.device)
+        kind: dict[str, Any] = {"dtype": weight.dtype}
+        if columns is not None and len(columns):
+            kind |= {"outliers": columns, "outlier_weight": weight[:, columns].contiguous()}
+            weight = weight.index_fill(1, columns, 0.0)
+        codes, scale = ops.quantize_int8(weight)
+        at_rest(codes)
         bias = None if linear.bias is None else linear.bias.detach()
-        return cls(weight, scale.flatten(), bias, dtype=linear.weight.dtype)
+        return cls(codes, scale.flatten(), bias, **kind)
 
     def product(self, x: Tensor, **fused: Any) -> Tensor:
-        args = (autocast_input(x, self.dtype), self.weight, self.weight_scale, self.bias)
-        return ops.int8_linear(*args, weights_ready=True, **fused)
+        x = autocast_input(x, self.dtype)
+        if self.outliers is None:
+            args = (x, self.weight, self.weight_scale, self.bias)
+            return ops.int8_linear(*args, weights_ready=True, **fused)
+        assert self.outlier_weight is not None
+        activation, residual = fused.pop("activation", None), fused.pop("residual", None)
+        if "norm_weight" in fused:
+            x = ops.rmsnorm(x, fused["norm_weight"], fused.get("norm_eps", 1e-6))
+        left = ops.linear(x.index_select(-1, self.outliers), self.outlier_weight)
+        x = x.index_fill(-1, self.outliers, 0.0)
+        out = ops.int8_linear(x, self.weight, self.weight_scale, self.bias, residual=left)
+        out = out if activation is None else _ACTIVATIONS[activation](out)
+        return out if residual is None else out + residual
 
     def extra_repr(self) -> str:
-        return f"{Product.extra_repr(self)}, int8"
+        left = "" if self.outliers is None else f", {len(self.outliers)} columns left"
+        return f"{Product.extra_repr(self)}, int8{left}"
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": F.silu,
+    "relu": F.relu,
+    "silu_mul": ops.silu_mul,
+    "gelu_mul": ops.gelu_mul,
+}

@@ -1,0 +1,133 @@
+"""Before weights and activations become int8: what activations reach, and moving it to weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline.nn.linear import Linear
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What a run of a module showed.
+
+    Attributes:
+        largest: by the name of a linear layer, the largest magnitude of each input column.
+        fed: by the name of a norm, the names of the linear layers that take its output as it is.
+    """
+
+    largest: Mapping[str, Tensor]
+    fed: Mapping[str, Sequence[str]]
+
+
+def observe(module: nn.Module, run: Callable[[], object]) -> Observed:
+    """Calls ``run``, which should call ``module`` on inputs as they will come, and watches.
+
+    Args:
+        module: any tree; unchanged.
+        run: no graph, no ``torch.compile``: hooks must be called.
+    """
+    largest: dict[str, Tensor] = {}
+    fed: dict[str, list[str]] = {}
+    outputs: dict[int, tuple[str, Tensor]] = {}  # the tensors are kept, or an id comes again
+
+    def after_norm(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
+            if isinstance(output, Tensor):
+                outputs[id(output)] = (name, output)
+
+        return hook
+
+    def before_linear(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, inputs: Any) -> None:
+            x = inputs[0]
+            seen = x.detach().abs().reshape(-1, x.shape[-1]).amax(0).float()
+            largest[name] = torch.maximum(largest[name], seen) if name in largest else seen
+            source, kept = outputs.get(id(x), ("", None))
+            if kept is x and name not in fed.setdefault(source, []):
+                fed[source].append(name)
+
+        return hook
+
+    handles = []
+    for name, child in module.named_modules():
+        if isinstance(child, (nn.Linear, Linear)):
+            handles.append(child.register_forward_pre_hook(before_linear(name)))
+        elif _is_norm(child):
+            handles.append(child.register_forward_hook(after_norm(name)))
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Observed(largest, fed)
+
+
+def _is_norm(child: nn.Module) -> bool:
+    weight = getattr(child, "weight", None)
+    return "Norm" in type(child).__name__ and isinstance(weight, Tensor) and weight.dim() == 1
+
+
+@torch.no_grad()
+def smooth_(module: nn.Module, seen: Observed, *, alpha: float = 0.5) -> tuple[str, ...]:
+    """Divides columns of activations, and multiplies those of the weights they meet.
+
+    Column ``j`` of a norm's output is divided by ``max|x_j|**alpha / max|W_j|**(1 - alpha)`` in the
+    norm's weight, and the column of every layer that reads it multiplied: the module computes what
+    it did, from activations whose large columns do not take all of int8.
+
+    Args:
+        module: changed in place; as :func:`observe` saw it.
+        seen: of :func:`observe`.
+        alpha: from 0, which leaves the weights' columns equal, to 1, the activations'.
+
+    Returns:
+        The names of the norms changed: those whose output is proportional to their weight and
+        feeds linear layers alone. What else reads a norm's output is not seen: a module that reads
+        it otherwise must be left out of ``seen.fed``.
+
+    Raises:
+        ValueError: alpha outside [0, 1].
+
+    Source: Xiao et al., "SmoothQuant", 2023.
+    """
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"alpha: expected a number from 0 to 1, got {alpha}")
+    changed = []
+    for name, readers in seen.fed.items():
+        norm = module.get_submodule(name)
+        layers = [module.get_submodule(reader) for reader in readers]
+        weights = [layer.weight for layer in layers if isinstance(layer.weight, Tensor)]
+        of_weights = torch.stack([w.abs().amax(0).float() for w in weights]).amax(0)
+        of_x = seen.largest[readers[0]].to(of_weights.device)
+        factors = of_x.clamp(min=1e-5) ** alpha / of_weights.clamp(min=1e-5) ** (1 - alpha)
+        if not _divide(norm, factors):
+            continue
+        for weight in weights:
+            weight.mul_(factors.to(weight.dtype))
+        changed.append(name)
+    return tuple(changed)
+
+
+def _divide(norm: nn.Module, factors: Tensor) -> bool:
+    """Whether the norm's output could be divided: some add one to their weight."""
+    weight = norm.weight
+    assert isinstance(weight, Tensor)
+    probe = torch.randn(2, factors.numel(), device=factors.device).to(weight.dtype)
+    before = norm(probe).float()
+    kept = {key: p.detach().clone() for key, p in norm.named_parameters(recurse=False)}
+    for parameter in norm.parameters(recurse=False):  # the weight, and a bias
+        parameter.div_(factors.to(parameter.dtype))
+    after = norm(probe).float() * factors
+    error = (after - before).norm() / before.norm().clamp(min=1e-20)
+    if error < (1e-4 if weight.dtype == torch.float32 else 2e-2):
+        return True
+    for key, parameter in norm.named_parameters(recurse=False):
+        parameter.copy_(kept[key])
+    return False

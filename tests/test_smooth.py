@@ -1,0 +1,108 @@
+"""Columns of activations are divided in the norm before them, or left out of int8."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import ridgeline
+
+COLUMN = 5  # whose inputs are far larger than the others
+
+
+class OffsetNorm(nn.Module):
+    """As Gemma's: one is added to the weight, so that dividing it divides nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:]) * (1 + self.weight)
+
+
+class Block(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up = norm, nn.Linear(64, 96), nn.Linear(64, 96)
+        self.down = nn.Linear(96, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+def made(kind: str) -> tuple[Block, Tensor]:
+    torch.manual_seed(0)
+    norm = {"rms": nn.RMSNorm, "layer": nn.LayerNorm, "offset": OffsetNorm}[kind](64)
+    block = Block(norm).eval()
+    with torch.no_grad():
+        norm.weight[COLUMN] = 60.0
+    return block, torch.randn(3, 40, 64)
+
+
+def error(block: nn.Module, x: Tensor, expected: Tensor) -> float:
+    with torch.no_grad():
+        return float((block(x) - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_smoothing_keeps_the_function_and_helps_int8(kind: str) -> None:
+    block, x = made(kind)
+    with torch.no_grad():
+        expected = block(x)
+    seen = ridgeline.observe(block, lambda: block(x))
+    assert seen.fed == {"norm": ["gate", "up"]}
+    assert seen.largest["gate"].argmax() == COLUMN
+    plain = copy.deepcopy(block)
+    ridgeline.quantize_(plain, "int8")
+    assert ridgeline.smooth_(block, seen) == ("norm",)
+    assert error(block, x, expected) < 1e-5
+    ridgeline.quantize_(block, "int8")
+    assert error(block, x, expected) < 0.5 * error(plain, x, expected)
+
+
+def test_a_norm_that_its_weight_does_not_scale_is_left() -> None:
+    block, x = made("offset")
+    kept = copy.deepcopy(block.state_dict())
+    seen = ridgeline.observe(block, lambda: block(x))
+    assert ridgeline.smooth_(block, seen) == ()
+    assert all(torch.equal(kept[key], value) for key, value in block.state_dict().items())
+
+
+def test_columns_of_outliers_stay_in_their_dtype() -> None:
+    block, x = made("rms")
+    with torch.no_grad():
+        expected = block(x)
+    seen = ridgeline.observe(block, lambda: block(x))
+    plain = copy.deepcopy(block)
+    ridgeline.quantize_(plain, "int8", skip=("down",))
+    ridgeline.quantize_(block, "int8", skip=("down",), seen=seen, threshold=20.0)
+    assert block.gate.outliers.tolist() == [COLUMN] and "1 columns left" in repr(block.gate)
+    assert error(block, x, expected) < 0.5 * error(plain, x, expected)
+
+
+@pytest.mark.parametrize("activation", [None, "gelu", "gelu_tanh", "silu", "relu", "silu_mul"])
+def test_what_is_fused_follows_both_parts(activation: str | None) -> None:
+    torch.manual_seed(1)
+    linear, x = nn.Linear(64, 32), torch.randn(5, 64)
+    x[:, COLUMN] *= 50
+    layer = ridgeline.nn.LinearInt8.from_torch(linear, largest=x.abs().amax(0), threshold=20.0)
+    norm = torch.rand(64) + 0.5
+    with torch.no_grad():
+        residual = torch.randn(5, 16 if activation == "silu_mul" else 32)
+        fused = {"activation": activation, "residual": residual, "norm_weight": norm}
+        expected = ridgeline.ops.linear(x, linear.weight, linear.bias, **fused)
+        actual = layer.product(x, **fused)
+    assert (actual - expected).norm() < 0.02 * expected.norm()
+
+
+def test_alpha_is_checked() -> None:
+    block, x = made("rms")
+    seen = ridgeline.observe(block, lambda: block(x))
+    with pytest.raises(ValueError, match="alpha: expected a number from 0 to 1, got 2"):
+        ridgeline.smooth_(block, seen, alpha=2)
