@@ -6,53 +6,83 @@
 
 namespace ridgeline::bindings {
 
-template <class Backend>
-Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets,
-                      const OptionalTensor& rows, const OptionalTensor& bias,
-                      const std::string& activation) {
-  const Backend on(x, "x");
-  const DType dtype = dtype_of(x, "x");
+/// What products of experts take beside their operands, the same for every weight format.
+struct GroupedOptions {
+  const Tensor& offsets;
+  const OptionalTensor& rows;
+  const OptionalTensor& bias;
+  const std::string& activation;
+};
+
+/// The experts' weights: how many, of [N, K], and how far apart.
+struct GroupedWeight {
+  std::int64_t experts, N, K;
+  std::int64_t stride_expert;  // bytes
+  std::int64_t stride_scales;  // elements
+  GemmWeight first;
+};
+
+inline GroupedGemmParams grouped_params(const Tensor& x, DType dtype, const OptionalTensor& x_scale,
+                                        const GroupedWeight& weight,
+                                        const GroupedOptions& options) {
   Expect(x, "x").dim(2).last_dim_contiguous();
-  expect_quantized_dtype<Backend>(dtype, "x");
-  Expect(weight, "weight").dim(3).dtype(dtype).on_device_of(x, "x").last_dim_contiguous();
-  const std::int64_t experts = weight.size(0), N = weight.size(1), K = weight.size(2);
-  check(x.size(1) == K, "x: expected a last dimension of ", K, " as weight has, got shape ",
-        to_text(x.sizes()));
-  Expect(offsets, "offsets").dtype(DType::kInt32).on_device_of(x, "x").contiguous();
-  Expect(offsets, "offsets").shape({experts + 1});
-  const std::int64_t x_stride = x.size(0) > 1 ? x.stride(0) : K;
+  const auto [experts, N, K, stride_expert, stride_scales, first] = weight;
+  const OptionalTensor none;
+  GemmOptions plain{.bias = none,
+                    .activation = options.activation,
+                    .residual = none,
+                    .norm_weight = none,
+                    .norm_eps = 0.0,
+                    .batch_invariant = false,
+                    .weights_ready = false};
   GroupedGemmParams params{.experts = checked_int32(experts, "weight: experts"),
-                           .stride_expert = experts > 1 ? weight.stride(0) : N * K,
-                           .offsets = static_cast<const std::int32_t*>(offsets.data_ptr()),
+                           .stride_expert = stride_expert,
+                           .stride_scales = stride_scales,
+                           .offsets = static_cast<const std::int32_t*>(options.offsets.data_ptr()),
                            .x_rows = x.size(0)};
+  Expect(options.offsets, "offsets").dtype(DType::kInt32).on_device_of(x, "x").contiguous();
+  Expect(options.offsets, "offsets").shape({experts + 1});
   std::int64_t count = x.size(0);
-  if (rows) {
-    Expect(*rows, "rows").dim(1).dtype(DType::kInt32).on_device_of(x, "x").contiguous();
-    params.rows = static_cast<const std::int32_t*>(rows->data_ptr());
-    count = rows->size(0);
+  if (options.rows) {
+    const Tensor& rows = *options.rows;
+    Expect(rows, "rows").dim(1).dtype(DType::kInt32).on_device_of(x, "x").contiguous();
+    params.rows = static_cast<const std::int32_t*>(rows.data_ptr());
+    count = rows.size(0);
   }
   params.gemm = {.dtype = dtype,
                  .M = checked_int32(count, "rows"),
                  .N = checked_int32(N, "weight: rows"),
                  .K = checked_int32(K, "weight: columns"),
-                 .x = {.dtype = dtype, .data = x.data_ptr(), .stride_row = x_stride},
-                 .weight = {.format = WeightFormat::kDense,
-                            .data = weight.data_ptr(),
-                            .stride_row = N > 1 ? weight.stride(1) : K},
-                 .activation = activation_of(activation)};
+                 .x = gemm_input(x, x_scale, K, dtype, plain),
+                 .weight = first,
+                 .activation = activation_of(options.activation)};
+  check(!params.gemm.x.scale_per_group, "x_scale: expected one value or one a row of x, got shape ",
+        x_scale ? to_text(x_scale->sizes()) : "");
   check(!is_gated(params.gemm.activation) || N % 2 == 0, "weight: expected an even number of rows ",
-        "for activation '", activation, "', got ", N);
-  if (bias) {
-    Expect(*bias, "bias").dtype(dtype).on_device_of(x, "x").shape({experts, N}).contiguous();
-    params.gemm.bias = bias->data_ptr();
+        "for activation '", options.activation, "', got ", N);
+  if (options.bias) {
+    const Tensor& bias = *options.bias;
+    Expect(bias, "bias").dtype(dtype).on_device_of(x, "x").shape({experts, N}).contiguous();
+    params.gemm.bias = bias.data_ptr();
   }
-  const Tensor y = empty_on_device_of(x, {count, params.gemm.out_cols()}, dtype);
-  params.gemm.y = y.data_ptr();
-  if (count == 0 || N == 0) return y;
+  return params;
+}
+
+/// Allocates y and the workspace and runs. `on` keeps the device of x current.
+template <class Backend>
+Tensor run_grouped(const Backend& on, const Tensor& x, GroupedGemmParams& params) {
+  GemmParams& p = params.gemm;
+  const Tensor y = empty_on_device_of(x, {p.M, p.out_cols()}, p.dtype);
+  p.y = y.data_ptr();
+  if (p.M == 0 || p.N == 0) return y;
   if constexpr (Backend::kIsCuda) {
     Expect(x, "x").aligned(16);
-    Expect(weight, "weight").aligned(16);
-    check(K % 8 == 0, "x: expected a number of columns divisible by 8, got ", K);
+    const int vector = p.x.dtype == DType::kFloat8E4M3 ? 16 : 8;
+    check(p.K % vector == 0, "x: expected a number of columns divisible by ", vector, ", got ",
+          p.K);
+    const Tensor workspace = empty_on_device_of(
+        x, {static_cast<std::int64_t>(grouped_gemm_workspace_bytes(params))}, DType::kUInt8);
+    p.workspace = workspace.data_ptr();
     ridgeline::grouped_gemm(params, on.stream());
   } else {
     cpu::grouped_gemm(params);
@@ -61,8 +91,110 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
 }
 
 template <class Backend>
+Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets,
+                      const OptionalTensor& rows, const OptionalTensor& bias,
+                      const std::string& activation) {
+  const Backend on(x, "x");
+  const DType dtype = dtype_of(x, "x");
+  expect_quantized_dtype<Backend>(dtype, "x");
+  Expect(weight, "weight").dim(3).dtype(dtype).on_device_of(x, "x").last_dim_contiguous();
+  if constexpr (Backend::kIsCuda) Expect(weight, "weight").aligned(16);
+  const std::int64_t experts = weight.size(0), N = weight.size(1), K = weight.size(2);
+  const auto element = static_cast<std::int64_t>(size_of(dtype));
+  GroupedGemmParams params = grouped_params(
+      x, dtype, {},
+      {.experts = experts,
+       .N = N,
+       .K = K,
+       .stride_expert = (experts > 1 ? weight.stride(0) : N * K) * element,
+       .stride_scales = 0,
+       .first = {.data = weight.data_ptr(), .stride_row = N > 1 ? weight.stride(1) : K}},
+      {offsets, rows, bias, activation});
+  return run_grouped(on, x, params);
+}
+
+template <class Backend>
+Tensor grouped_fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                          const Tensor& offsets, const OptionalTensor& rows,
+                          const OptionalTensor& bias, const OptionalTensor& x_scale,
+                          const std::string& out_dtype, const std::string& activation) {
+  const Backend on(x, "x");
+  const DType dtype = named_dtype(out_dtype);
+  expect_quantized_dtype<Backend>(dtype, x_scale ? "out_dtype" : "x");
+  Expect(weight, "weight").dim(3).dtype(DType::kFloat8E4M3).on_device_of(x, "x");
+  Expect(weight, "weight").last_dim_contiguous();
+  if constexpr (Backend::kIsCuda) Expect(weight, "weight").aligned(16);
+  const std::int64_t experts = weight.size(0), N = weight.size(1), K = weight.size(2);
+  Expect(weight_scale, "weight_scale").dtype(DType::kFloat32).on_device_of(x, "x").contiguous();
+  const bool per_row = weight_scale.dim() == 2;
+  if (per_row) {
+    Expect(weight_scale, "weight_scale").shape({experts, N});
+  } else {
+    Expect(weight_scale, "weight_scale").shape({experts});
+  }
+  GroupedGemmParams params = grouped_params(
+      x, dtype, x_scale,
+      {.experts = experts,
+       .N = N,
+       .K = K,
+       .stride_expert = experts > 1 ? weight.stride(0) : N * K,
+       .stride_scales = per_row ? N : 1,
+       .first = {.format = WeightFormat::kFp8,
+                 .data = weight.data_ptr(),
+                 .stride_row = N > 1 ? weight.stride(1) : K,
+                 .scales = weight_scale.data_ptr(),
+                 .scale_layout = per_row ? ScaleLayout::kRow : ScaleLayout::kTensor}},
+      {offsets, rows, bias, activation});
+  check(!Backend::kIsCuda || K % 16 == 0, "weight: expected columns divisible by 16, got ", K);
+  return run_grouped(on, x, params);
+}
+
+template <class Backend>
+Tensor grouped_int4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
+                           const OptionalTensor& zeros, const Tensor& offsets, std::int64_t N,
+                           std::int64_t K, std::int64_t group, const OptionalTensor& rows,
+                           const OptionalTensor& bias, const std::string& activation) {
+  const Backend on(x, "x");
+  const DType dtype = dtype_of(scales, "weight.scales");
+  expect_quantized_dtype<Backend>(dtype, "weight.scales");
+  check(N >= 0 && K >= 0, "weight: expected N, K >= 0, got ", N, ", ", K);
+  check(group > 0 && (group % 32 == 0 || group >= K),
+        "weight.group: expected a multiple of 32, or K = ", K, ", got ", group);
+  const int strip = is_gated(activation_of(activation)) ? 32 : 16;
+  check(N % strip == 0, "weight: expected rows divisible by ", strip, ", got ", N);
+  const std::int64_t strips = N / Int4Layout::kRows, groups = ceil_div(K, group);
+  const std::int64_t blocks = ceil_div<std::int64_t>(K, Int4Layout::kCols);
+  Expect(packed, "weight.packed").dim(5).dtype(DType::kInt32).on_device_of(x, "x").contiguous();
+  Expect(packed, "weight.packed").aligned(16);
+  const std::int64_t experts = packed.size(0);
+  Expect(packed, "weight.packed").shape({experts, strips, blocks, 32, 4});
+  Expect(scales, "weight.scales").on_device_of(x, "x").shape({experts, groups, N}).contiguous();
+  GemmWeight weight{.format = WeightFormat::kInt4,
+                    .data = packed.data_ptr(),
+                    .scales = scales.data_ptr(),
+                    .group = checked_int32(group, "weight.group")};
+  if (zeros) {
+    Expect(*zeros, "weight.zeros").dtype(DType::kUInt8).on_device_of(x, "x").contiguous();
+    Expect(*zeros, "weight.zeros").shape({experts, groups, N});
+    weight.zeros = static_cast<const std::uint8_t*>(zeros->data_ptr());
+  }
+  constexpr std::int64_t kBlockBytes = Int4Layout::kWords * 4;
+  GroupedGemmParams params = grouped_params(x, dtype, {},
+                                            {.experts = experts,
+                                             .N = N,
+                                             .K = K,
+                                             .stride_expert = strips * blocks * kBlockBytes,
+                                             .stride_scales = groups * N,
+                                             .first = weight},
+                                            {offsets, rows, bias, activation});
+  return run_grouped(on, x, params);
+}
+
+template <class Backend>
 void register_grouped_gemm(torch::stable::detail::StableLibrary& m) {
   m.impl("grouped_linear", TORCH_BOX(&grouped_linear<Backend>));
+  m.impl("grouped_fp8_linear", TORCH_BOX(&grouped_fp8_linear<Backend>));
+  m.impl("grouped_int4_linear", TORCH_BOX(&grouped_int4_linear<Backend>));
 }
 
 }  // namespace ridgeline::bindings

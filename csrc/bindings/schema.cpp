@@ -74,6 +74,12 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, Tensor? bias, "
       "str activation) -> Tensor");
   m.def(
+      "grouped_fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor offsets, "
+      "Tensor? rows, Tensor? bias, Tensor? x_scale, str out_dtype, str activation) -> Tensor");
+  m.def(
+      "grouped_int4_linear(Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor offsets, "
+      "int N, int K, int group, Tensor? rows, Tensor? bias, str activation) -> Tensor");
+  m.def(
       "gemm_plan(int M, int N, int K, str dtype, str format, str activation, bool library, "
       "bool batch_invariant, bool hopper) -> str");
 

@@ -23,32 +23,53 @@ void check_indices(const GroupedGemmParams& p) {
           "), got ", p.rows[s], " at ", s);
 }
 
+/// The rows of x that one expert multiplies, one after the other, and their scales.
+struct Gathered {
+  std::vector<char> rows;
+  std::vector<float> scales;
+
+  void take(const GroupedGemmParams& p, std::int64_t begin, GemmParams& of_expert) {
+    const std::int64_t stride = p.gemm.x.stride_row * size_of(p.gemm.x.dtype);
+    const auto* x = static_cast<const char*>(p.gemm.x.data);
+    of_expert.x.data = x + begin * stride;
+    if (p.gemm.x.scale_per_row) of_expert.x.scale = p.gemm.x.scale + begin;
+    if (!p.rows) return;
+    const std::size_t bytes = p.gemm.K * size_of(p.gemm.x.dtype);
+    rows.resize(of_expert.M * bytes);
+    scales.resize(of_expert.M);
+    for (std::int64_t i = 0; i < of_expert.M; ++i) {
+      const std::int64_t row = p.rows[begin + i];
+      std::memcpy(rows.data() + i * bytes, x + row * stride, bytes);
+      if (p.gemm.x.scale_per_row) scales[i] = p.gemm.x.scale[row];
+    }
+    of_expert.x.data = rows.data();
+    of_expert.x.stride_row = p.gemm.K;
+    if (p.gemm.x.scale_per_row) of_expert.x.scale = scales.data();
+  }
+};
+
 }  // namespace
 
 void grouped_gemm(const GroupedGemmParams& p) {
   check_indices(p);
   const std::size_t element = size_of(p.gemm.dtype);
-  const auto* x = static_cast<const char*>(p.gemm.x.data);
+  const bool int4 = p.gemm.weight.format == WeightFormat::kInt4;
+  const std::size_t scale_bytes = int4 ? element : sizeof(float);
   auto* y = static_cast<char*>(p.gemm.y);
   const std::int64_t cols = p.gemm.out_cols();
-  std::vector<char> gathered, workspace;
+  Gathered gathered;
+  std::vector<char> workspace;
   for (std::int32_t e = 0; e < p.experts; ++e) {
     const std::int64_t begin = p.offsets[e], count = p.offsets[e + 1] - begin;
     if (count == 0) continue;
     GemmParams of_expert = p.gemm;
     of_expert.M = count;
-    of_expert.x.data = x + begin * p.gemm.x.stride_row * element;
-    if (p.rows) {
-      const std::size_t row_bytes = p.gemm.K * element;
-      gathered.resize(count * row_bytes);
-      for (std::int64_t i = 0; i < count; ++i)
-        std::memcpy(gathered.data() + i * row_bytes,
-                    x + p.rows[begin + i] * p.gemm.x.stride_row * element, row_bytes);
-      of_expert.x.data = gathered.data();
-      of_expert.x.stride_row = p.gemm.K;
-    }
-    of_expert.weight.data =
-        static_cast<const char*>(p.gemm.weight.data) + e * p.stride_expert * element;
+    gathered.take(p, begin, of_expert);
+    GemmWeight& weight = of_expert.weight;
+    weight.data = static_cast<const char*>(weight.data) + e * p.stride_expert;
+    if (weight.scales)
+      weight.scales = static_cast<const char*>(weight.scales) + e * p.stride_scales * scale_bytes;
+    if (weight.zeros) weight.zeros += e * p.stride_scales;
     if (p.gemm.bias)
       of_expert.bias = static_cast<const char*>(p.gemm.bias) + e * p.gemm.N * element;
     of_expert.y = y + begin * cols * element;

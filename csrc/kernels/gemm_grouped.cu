@@ -6,31 +6,38 @@
 #include "device/ptx/grid_dependency.cuh"
 #include "kernels/gemm_epilogue.cuh"
 #include "kernels/gemm_fragments.cuh"
+#include "kernels/gemm_grouped_launch.cuh"
+#include "kernels/gemm_launch.cuh"
 
 namespace ridgeline {
 namespace {
 
 using namespace gemm_detail;
+using gemm_grouped::kMaxExperts;
+using gemm_grouped::of_expert;
+using gemm_grouped::row_of_x;
 
 // ---- Constants ----------------------------------------------------------------------------------
 
 constexpr int kWarpsAlongM = 2;
 constexpr int kStripsOfWarp = 2;      // a gate strip and its up strip are in one warp
-constexpr int kMaxExperts = 1023;     // and the rows of no expert
 // That hide each other's barriers: many rows 165 TFLOP/s with one block an SM, 238 with two (H200,
 // 8192 tokens, 8 experts of 4096 x 28672, top 2), for all that 128 x 128 tiles spill 16 addresses.
 constexpr int kBlocksPerSm = 2;
 
 /// A block's shape: kTiles16 * 32 rows of x by kWarps strips of 16 weight rows.
-template <int kTiles16, int kWarps>
+template <WeightFormat kFormat_, int kTiles16, int kWarps>
 struct Tile {
+  static constexpr WeightFormat kFormat = kFormat_;
   static constexpr int kRows = kTiles16 * 16 * kWarpsAlongM, kThreads = kWarps * 32;
   static constexpr int kCols = kWarps * kStripRows;
   static constexpr int kPitch = kCols + 8;  // of the sums: eight rows in different banks
   static constexpr int kXBytes = kRows * kRowBytes;
-  static constexpr int kStripBytes = Layout<WeightFormat::kDense>::kWeightBytes;
-  static constexpr int kStageBytes = kXBytes + kWarps * kStripBytes;
-  static constexpr int kStages = 104 * 1024 * kWarps / 8 / kStageBytes;
+  static constexpr int kStripBytes = Layout<kFormat>::kWeightBytes;
+  static constexpr int kScalesOfStrip =
+      kFormat == WeightFormat::kDense ? 0 : kScaleBytes<kFormat>;
+  static constexpr int kStageBytes = kXBytes + kWarps * (kStripBytes + kScalesOfStrip);
+  static constexpr int kStages = std::min(8, 104 * 1024 * kWarps / 8 / kStageBytes);
   static_assert(kWarps / kWarpsAlongM * kStripsOfWarp == kWarps, "each warp copies one strip");
   static_assert(kStages >= 3, "two stages in flight, one in use");
   static_assert(kStages * kStageBytes >= kRows * kPitch * 4, "the sums take the stages' place");
@@ -43,6 +50,7 @@ struct Shared {
   struct Stage {
     char x[Tile::kXBytes];
     char weight[Tile::kThreads / 32][Tile::kStripBytes];
+    char scales[Tile::kThreads / 32][Tile::kScalesOfStrip];
   };
   union {
     Stage stages[Tile::kStages];
@@ -81,9 +89,10 @@ __device__ void find_tile(Shared<Tile>& shared, const GroupedGemmParams& p) {
   __syncthreads();  // the tile is known to all
 }
 
-/// What a thread copies of every stage: 16 bytes of each of kCount rows, kStep rows apart, 128
-/// bytes further a stage. Places are worked out once, and count 16 bytes so that they fit 32 bits.
-template <int kCount, int kStep>
+/// What a thread copies of every stage of x or of a dense weight: 16 bytes of each of kCount rows,
+/// kStep rows apart, 128 bytes further a stage. Places are worked out once, and count 16 bytes so
+/// that they fit 32 bits.
+template <WeightFormat kFormat, int kCount, int kStep>
 struct Copier {
   const char* base;
   int row0, chunk;
@@ -111,34 +120,42 @@ struct Copier {
       const int row = row0 + i * kStep;
       const bool valid = row < limit && column_inside;
       const std::int64_t place = valid ? places[i] + block * kChunks : 0;
-      const int at = Layout<WeightFormat::kDense>::chunk_at(row, chunk);
+      const int at = Layout<kFormat>::chunk_at(row, chunk);
       ptx::copy_async_16(stage + row * kRowBytes + at * 16, base + place * 16, valid);
     }
   }
 };
 
 /// One warp's sums: kTiles16 x 16 rows by two strips of two n8 tiles, over one block of 64 columns.
-template <class T, int kTiles16>
-__device__ void multiply_block(const char* x_rows, const char (*strips)[2048],
-                               float (&sums)[kTiles16][kStripsOfWarp][2][4], Lane lane) {
-  constexpr auto kFormat = WeightFormat::kDense;
+template <class T, class Tile, int kTiles16>
+__device__ void multiply_block(const typename Shared<Tile>::Stage& stage, const GemmParams& p,
+                               float (&sums)[kTiles16][kStripsOfWarp][2][4], int warp_m, int warp_n,
+                               Lane lane) {
+  constexpr WeightFormat kFormat = Tile::kFormat;
+  const bool has_zeros = p.weight.zeros != nullptr;
+  const bool block_scaled = p.weight.scale_layout == ScaleLayout::kBlock;
+  StripFragment<T, kFormat> weight[kStripsOfWarp];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    StripFragment<T, kFormat> weight[kStripsOfWarp];
 #pragma unroll
-    for (int s = 0; s < kStripsOfWarp; ++s) weight[s].load(strips[s], half, lane);
+    for (int s = 0; s < kStripsOfWarp; ++s)
+      weight[s].load(stage.weight[warp_n * kStripsOfWarp + s], half, lane);
+    std::uint32_t b[2][kStripsOfWarp][2][2];
+#pragma unroll
+    for (int i = 0; i < kStripsOfWarp * 4; ++i) {
+      const int j = i % 2, tile = i / 2 % 2, s = i / 4;
+      weight[s].step(b[j][s][tile], tile, half, j, stage.scales[warp_n * kStripsOfWarp + s],
+                     has_zeros, block_scaled, lane);
+    }
 #pragma unroll
     for (int m = 0; m < kTiles16; ++m) {
       XFragment<kFormat, true> x;
-      x.load(x_rows + m * 16 * kRowBytes, half, lane);
+      x.load(stage.x + (warp_m * kTiles16 + m) * 16 * kRowBytes, half, lane);
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int s = 0; s < kStripsOfWarp; ++s)
-#pragma unroll
-          for (int tile = 0; tile < 2; ++tile)
-            ptx::mma_m16n8k16<T>(sums[m][s][tile], x.a[j], weight[s].words[tile][2 * j],
-                                 weight[s].words[tile][2 * j + 1]);
+      for (int i = 0; i < kStripsOfWarp * 4; ++i) {
+        const int j = i / 4, tile = i % 2, s = i / 2 % 2;
+        ptx::mma_m16n8k16<T>(sums[m][s][tile], x.a[j], b[j][s][tile][0], b[j][s][tile][1]);
+      }
     }
   }
 }
@@ -160,8 +177,9 @@ __device__ void keep_sums(float (*tile)[kPitch], const float (&sums)[kTiles16][k
 
 /// The tile to y, or zeros where there is none: a thread keeps its column and walks down the rows.
 template <class T, class Tile>
-__device__ void store_tile(const GemmParams& p, const float (*tile)[Tile::kPitch],
-                           std::int64_t row0, int rows, bool paired) {
+__device__ void store_tile(const GroupedGemmParams& params, const GemmParams& p,
+                           const float (*tile)[Tile::kPitch], std::int64_t row0, int rows,
+                           bool paired) {
   const int columns = paired ? Tile::kCols / 2 : Tile::kCols;
   const int c = threadIdx.x % columns;
   const std::int64_t n = static_cast<std::int64_t>(blockIdx.y) * columns + c;
@@ -169,12 +187,16 @@ __device__ void store_tile(const GemmParams& p, const float (*tile)[Tile::kPitch
   const int gate = c / kStripRows * 2 * kStripRows + c % kStripRows;
   for (int r = threadIdx.x / columns; r < rows; r += Tile::kThreads / columns) {
     const std::int64_t m = row0 + r;
+    const float* scales = params.gemm.x.scale;
+    const float scale =
+        scales ? scales[params.gemm.x.scale_per_row ? row_of_x(params, m) : 0] : 1.0f;
     if (tile == nullptr) {
       static_cast<T*>(p.y)[m * p.out_cols() + n] = device::from_float<T>(0.0f);
     } else if (paired) {
-      finish_gated<T>(p, tile[r][gate], tile[r][gate + kStripRows], m, n);
+      finish_gated<T>(p, __fmul_rn(tile[r][gate], scale),
+                      __fmul_rn(tile[r][gate + kStripRows], scale), m, n);
     } else {
-      finish<T>(p, tile[r][c], m, n);
+      finish<T>(p, __fmul_rn(tile[r][c], scale), m, n);
     }
   }
 }
@@ -185,10 +207,10 @@ __device__ void store_tile(const GemmParams& p, const float (*tile)[Tile::kPitch
 /// one expert, 2 warps along its rows, a warp 32 weight rows; 64 columns a stage, copied in the
 /// background; sums in float32. A block without a tile ends.
 /// Roofline: the bytes of the weights of the experts that have rows; 2 S N K flops (mma.sync).
-template <class T, int kTiles16, int kWarps>
+template <class T, WeightFormat kFormat, int kTiles16, int kWarps>
 __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm * 8 / kWarps)
     grouped_kernel(const __grid_constant__ GroupedGemmParams params) {
-  using Tile = Tile<kTiles16, kWarps>;
+  using Tile = Tile<kFormat, kTiles16, kWarps>;
   extern __shared__ __align__(128) char raw[];
   auto& shared = *reinterpret_cast<Shared<Tile>*>(raw);
   const Lane lane;
@@ -204,28 +226,31 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm * 8 / kWarps)
       offset(params, expert) + shared.tile_in_expert * std::int64_t{Tile::kRows};
   const int rows =
       static_cast<int>(min(std::int64_t{Tile::kRows}, offset(params, expert + 1) - row0));
-  const GemmParams& p = params.gemm;
-  if (expert == params.experts) return store_tile<T, Tile>(p, nullptr, row0, rows, paired);
-  const T* weight = static_cast<const T*>(p.weight.data) + expert * params.stride_expert;
+  if (expert == params.experts)
+    return store_tile<T, Tile>(params, params.gemm, nullptr, row0, rows, paired);
+  const GemmParams p = of_expert<T>(params, expert);
 
   constexpr int kRowStep = Tile::kThreads / kChunks;
-  Copier<Tile::kRows / kRowStep, kRowStep> of_x(p.x.data, threadIdx.x, rows);
-  of_x.find(p.x.stride_row, [&](int r) -> std::int64_t {
-    if (r >= rows) return 0;
-    const std::int64_t row = params.rows ? params.rows[row0 + r] : row0 + r;
-    return row < 0 || row >= params.x_rows ? 0 : row;  // reads what is there, as other ops do
-  });
+  Copier<kFormat, Tile::kRows / kRowStep, kRowStep> of_x(p.x.data, threadIdx.x, rows);
+  of_x.find(p.x.stride_row,
+            [&](int r) { return r < rows ? row_of_x(params, row0 + r) : std::int64_t{0}; });
   const std::int64_t n0 =
       strip_row(p, static_cast<std::int64_t>(blockIdx.y) * kWarps + warp, paired);
   const auto strip_rows = static_cast<int>(max(std::int64_t{0}, min(p.N - n0, std::int64_t{16})));
-  Copier<4, 4> of_weight(weight, lane.index, strip_rows);
-  of_weight.find(p.weight.stride_row, [&](int r) { return n0 + r; });
+  Copier<kFormat, 4, 4> of_weight(p.weight.data, lane.index, strip_rows);
+  if constexpr (kFormat == WeightFormat::kDense)
+    of_weight.find(p.weight.stride_row, [&](int r) { return n0 + r; });
 
   const int count = ceil_div(p.K, kBlockCols);
   const auto copy = [&](int i) {
     if (i < count) {
       auto& stage = shared.stages[i % Tile::kStages];
-      of_weight.copy(stage.weight[warp], i, p.K);
+      if constexpr (kFormat == WeightFormat::kDense) {
+        of_weight.copy(stage.weight[warp], i, p.K);
+      } else {
+        copy_strip<T, kFormat>(stage.weight[warp], p, n0, i, lane.index);
+        copy_scales<T, kFormat>(stage.scales[warp], p, n0, i, lane.index);
+      }
       of_x.copy(stage.x, i, p.K);
     }
     ptx::commit_copies();
@@ -236,24 +261,20 @@ __global__ void __launch_bounds__(kWarps * 32, kBlocksPerSm * 8 / kWarps)
     ptx::wait_copies<Tile::kStages - 2>();
     __syncthreads();  // stage i of every warp is in; every warp is done with the stage filled next
     copy(i + Tile::kStages - 1);
-    const auto& stage = shared.stages[i % Tile::kStages];
-    multiply_block<T, kTiles16>(stage.x + warp_m * kTiles16 * 16 * kRowBytes,
-                                &stage.weight[warp_n * kStripsOfWarp], sums, lane);
+    multiply_block<T, Tile>(shared.stages[i % Tile::kStages], p, sums, warp_m, warp_n, lane);
   }
   ptx::wait_copies<0>();
   __syncthreads();  // every warp is done with the stages, where the sums go
   keep_sums<kTiles16, Tile::kPitch>(shared.tile, sums, warp_m, warp_n, lane);
   __syncthreads();  // the tile is whole
-  GemmParams of_expert = p;
-  if (p.bias) of_expert.bias = static_cast<const T*>(p.bias) + std::int64_t{shared.expert} * p.N;
-  store_tile<T, Tile>(of_expert, shared.tile, row0, rows, paired);
+  store_tile<T, Tile>(params, p, shared.tile, row0, rows, paired);
 }
 
 // ---- Launch -------------------------------------------------------------------------------------
 
-template <class T, int kTiles16, int kWarps>
+template <class T, WeightFormat kFormat, int kTiles16, int kWarps>
 void launch(const GroupedGemmParams& params, Stream stream) {
-  using Tile = Tile<kTiles16, kWarps>;
+  using Tile = Tile<kFormat, kTiles16, kWarps>;
   const GemmParams& p = params.gemm;
   // Of g groups with rows, each has a tile for its first row; the other rows fill tiles of kRows.
   const std::int64_t groups = std::min<std::int64_t>(p.M, params.experts + 1);
@@ -263,7 +284,7 @@ void launch(const GroupedGemmParams& params, Stream stream) {
         ", got ", p.N);
   const dim3 grid(checked_int32(row_tiles, "grouped_linear: row tiles"),
                   static_cast<unsigned>(tiles_n));
-  device::launch_chained<grouped_kernel<T, kTiles16, kWarps>>(
+  device::launch_chained<grouped_kernel<T, kFormat, kTiles16, kWarps>>(
       grid, dim3(Tile::kThreads), sizeof(Shared<Tile>), stream, params, "grouped_linear");
 }
 
@@ -273,18 +294,47 @@ void launch(const GroupedGemmParams& params, Stream stream) {
 template <class T>
 void launch_rows(const GroupedGemmParams& params, Stream stream) {
   const std::int64_t mean = params.gemm.M / std::max(params.experts, 1);
-  if (mean <= 32) return launch<T, 1, 4>(params, stream);
-  if (mean <= 64) return launch<T, 2, 8>(params, stream);
-  launch<T, 4, 8>(params, stream);
+  if (mean <= 32) return launch<T, WeightFormat::kDense, 1, 4>(params, stream);
+  if (mean <= 64) return launch<T, WeightFormat::kDense, 2, 8>(params, stream);
+  launch<T, WeightFormat::kDense, 4, 8>(params, stream);
+}
+
+/// Quantised weights have one tile.
+template <class T>
+void launch_format(const GroupedGemmParams& params, Stream stream) {
+  switch (params.gemm.weight.format) {
+    case WeightFormat::kDense: return launch_rows<T>(params, stream);
+    case WeightFormat::kInt4: return launch<T, WeightFormat::kInt4, 2, 8>(params, stream);
+    case WeightFormat::kFp8: return launch<T, WeightFormat::kFp8, 2, 8>(params, stream);
+    case WeightFormat::kInt8: break;  // no op has experts of it
+  }
 }
 
 }  // namespace
 
+std::size_t grouped_gemm_workspace_bytes(const GroupedGemmParams& params) {
+  if (gemm_grouped::runs_on_wgmma(params)) return gemm_grouped::sm90_workspace_bytes(params);
+  if (params.gemm.x.dtype != DType::kFloat8E4M3) return 0;
+  return static_cast<std::size_t>(params.x_rows * params.gemm.K) * size_of(params.gemm.dtype);
+}
+
 void grouped_gemm(const GroupedGemmParams& params, Stream stream) {
   check(params.experts <= kMaxExperts, "weight: expected at most ", kMaxExperts, " experts, got ",
         params.experts);
-  if (params.gemm.dtype == DType::kFloat16) return launch_rows<__half>(params, stream);
-  launch_rows<__nv_bfloat16>(params, stream);
+  if (gemm_grouped::runs_on_wgmma(params)) return gemm_grouped::launch_sm90(params, stream);
+  GroupedGemmParams expanded = params;
+  GemmParams& p = expanded.gemm;
+  if (p.x.dtype == DType::kFloat8E4M3) {
+    GemmParams x = p;
+    x.M = params.x_rows;
+    launch_prepare(x, p.workspace, p.K, stream);
+    p.x.data = p.workspace;
+    p.x.dtype = p.dtype;
+    p.x.stride_row = p.K;
+  }
+  device::dispatch_half(p.dtype, [&](auto type) {
+    launch_format<typename decltype(type)::type>(expanded, stream);
+  });
 }
 
 }  // namespace ridgeline

@@ -9,15 +9,22 @@ namespace ridgeline {
 /// Roofline: the weights of the experts that have rows, S K and S N elements; 2 S N K flops. Few
 /// rows an expert are bound by bandwidth, many by the tensor cores.
 struct GroupedGemmParams {
-  GemmParams gemm = {};  // M = S rows of y; weight and bias those of expert 0, dense
+  // M = S rows of y; weight, scales, zero points and bias those of expert 0, biases lie N apart; no
+  // residual, norm or perm; scales of x are those of its own rows.
+  GemmParams gemm = {};
   std::int32_t experts = 0;
-  std::int64_t stride_expert = 0;  // elements between the experts' weights; biases lie N apart
+  std::int64_t stride_expert = 0;         // bytes between the experts' weights
+  std::int64_t stride_scales = 0;         // elements between their scales, and zero points
   const std::int32_t* offsets = nullptr;  // [experts + 1], not falling, from 0
   const std::int32_t* rows = nullptr;     // [S]: the row of x that row s is made of; or null: s
   std::int64_t x_rows = 0;
 };
 
-/// Enqueues one kernel. x, weight and their rows aligned to 16 bytes, half precision.
+/// Bytes that grouped_gemm() needs on the current device: for rows of x in the order of y, or of
+/// e4m3 expanded where no kernel multiplies them as they are.
+std::size_t grouped_gemm_workspace_bytes(const GroupedGemmParams& params);
+
+/// Enqueues one or two kernels. x, weight and their rows aligned to 16 bytes, half precision.
 void grouped_gemm(const GroupedGemmParams& params, Stream stream);
 
 namespace cpu {

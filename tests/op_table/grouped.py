@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 import ridgeline
-from op_table import Error, Lazy, OpCase, Sample, normal, tensor
-from op_table.gemm import HALVES, linear
+from op_table import Context, Error, Lazy, OpCase, Sample, normal, tensor
+from op_table.gemm import HALVES, _fp8_reference, _int4_weight, _positive, fp8, linear
 
 
 def _grouped(
@@ -62,6 +62,10 @@ GROUPED = OpCase(
                offsets=at(0, 63, 128, 131)),
         Sample("tiles of 128 rows", x=normal(300, 128), weight=normal(2, 144, 128),
                offsets=at(0, 129, 300), activation="gelu"),
+        Sample("tiles of 256 rows dealt evenly, gated", x=normal(700, 72),
+               weight=normal(2, 288, 72), offsets=at(0, 130, 690), activation="silu_mul"),
+        Sample("many gathered rows", x=normal(40, 136), weight=normal(1, 144, 136),
+               offsets=at(0, 150), rows=indices(MIXED), bias=normal(1, 144)),
         Sample("many experts", x=normal(150, 64), weight=normal(130, 32, 64),
                offsets=at(*(min(150, i * 3 // 2) for i in range(131)))),
         Sample("no rows", x=normal(0, 64), weight=normal(2, 32, 64), offsets=at(0, 0, 0)),
@@ -85,4 +89,136 @@ GROUPED = OpCase(
     ],
 )  # fmt: skip
 
-CASES = [GROUPED]
+
+# ---- fp8: judged against the expanded values ---------------------------------------------------
+
+
+def _grouped_fp8(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    rows: Tensor | None = None,
+    bias: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    x = x if rows is None else _taken(x, rows)
+    if x_scale is not None and rows is not None and x_scale.numel() > 1:
+        x_scale = x_scale[rows.long()]
+    parts = []
+    for e, (begin, end) in enumerate(zip(offsets.tolist(), offsets.tolist()[1:])):
+        scale = x_scale
+        if scale is not None and scale.numel() > 1:
+            scale = scale[begin:end]
+        of_one = (x[begin:end], weight[e], weight_scale[e], None if bias is None else bias[e])
+        parts.append(_fp8_reference(*of_one, scale, out_dtype, activation=activation))
+    out = torch.cat(parts)
+    return torch.cat((out, out.new_zeros(len(x) - len(out), out.shape[1])))
+
+
+def _taken(x: Tensor, rows: Tensor) -> Tensor:
+    """float8 has no gather on every device."""
+    if x.dtype != torch.float8_e4m3fn:
+        return x[rows.long()]
+    return x.view(torch.uint8)[rows.long()].view(x.dtype)
+
+
+def _fp8_samples() -> list[Sample]:
+    """Tiles of Hopper's kernels: 32 rows, then 64 to 192 (x of fp8) or 256; the others' one."""
+    samples = []
+    for name, of_x, out in (("fp8", fp8, torch.bfloat16), ("16 bits", normal, None)):
+        scale = {"x_scale": _positive(40)} if out else {}
+        one = {"x_scale": _positive(1)} if out else {}
+        bias = normal(3, 96, dtype=out)
+        samples += [
+            Sample(f"x of {name}: gathered rows, gated, biases", x=of_x(40, 144),
+                   weight=fp8(3, 96, 144), weight_scale=_positive(3, 96),
+                   offsets=at(0, 70, 71, 150), rows=indices(MIXED), bias=bias, out_dtype=out,
+                   activation="silu_mul", **scale),
+            Sample(f"x of {name}: one scale an expert, few rows, rows of none", x=of_x(40, 64),
+                   weight=fp8(5, 48, 64), weight_scale=_positive(5),
+                   offsets=at(0, 0, 2, 2, 37, 37), out_dtype=out, **one),
+            Sample(f"x of {name}: many rows", x=of_x(700, 256), weight=fp8(2, 272, 256),
+                   weight_scale=_positive(2, 272), offsets=at(0, 193, 690), out_dtype=out, **one),
+            Sample(f"x of {name}: many gathered rows", x=of_x(40, 256), weight=fp8(1, 144, 256),
+                   weight_scale=_positive(1, 144), offsets=at(0, 150), rows=indices(MIXED),
+                   out_dtype=out, **scale),
+            Sample(f"x of {name}: N no multiple of 16, another activation", x=of_x(40, 64),
+                   weight=fp8(2, 72, 64), weight_scale=_positive(2, 72), offsets=at(0, 33, 40),
+                   out_dtype=out, activation="gelu_mul", **scale),
+            Sample(f"x of {name}: no rows", x=of_x(0, 64), weight=fp8(2, 32, 64),
+                   weight_scale=_positive(2), offsets=at(0, 0, 0), out_dtype=out, **one),
+        ]  # fmt: skip
+    return samples
+
+
+GROUPED_FP8 = OpCase(
+    name="grouped_fp8_linear",
+    op=ridgeline.ops.grouped_fp8_linear,
+    reference=_grouped_fp8,
+    competitor=_grouped_fp8,
+    dtypes=HALVES,
+    samples=_fp8_samples(),
+    errors=[
+        Error(r"weight_scale.*\[2, 8\].*\[8, 1\]", x=normal(2, 64), weight=fp8(2, 8, 64),
+              weight_scale=_positive(8, 1), offsets=at(0, 1, 2)),
+        Error(r"x_scale.*tensor.*None", x=fp8(2, 64), weight=fp8(2, 8, 64),
+              weight_scale=_positive(2), offsets=at(0, 1, 2)),
+        Error(r"x_scale.*one value.*\[3\]", x=fp8(2, 64), weight=fp8(2, 8, 64),
+              weight_scale=_positive(2), offsets=at(0, 1, 2), x_scale=_positive(3)),
+    ],
+)  # fmt: skip
+
+
+# ---- int4: judged against the dequantised values -----------------------------------------------
+
+
+def _experts(count: int, N: int, K: int, group: int, zero_point: bool) -> Lazy:
+    def make(context: Context) -> ridgeline.ops.Int4Experts:
+        weight = _int4_weight(count * N, K, group, zero_point, False)(context)
+        return ridgeline.ops.Int4Experts.from_rows(weight, count)
+
+    return Lazy(make)
+
+
+def _grouped_int4(
+    x: Tensor, weight: ridgeline.ops.Int4Experts, offsets: Tensor, **options: Tensor
+) -> Tensor:
+    dense = weight.dequantize().to(device=x.device, dtype=x.dtype)
+    return _grouped(x, dense, offsets, **options)
+
+
+GROUPED_INT4 = OpCase(
+    name="grouped_int4_linear",
+    op=ridgeline.ops.grouped_int4_linear,
+    reference=_grouped_int4,
+    competitor=_grouped_int4,
+    dtypes=HALVES,
+    samples=[
+        Sample("gathered rows, gated, biases, zero points", x=normal(40, 128),
+               weight=_experts(3, 96, 128, 32, True), offsets=at(0, 70, 71, 150),
+               rows=indices(MIXED), bias=normal(3, 96), activation="silu_mul"),
+        Sample("few rows, K padded, experts without rows", x=normal(5, 72),
+               weight=_experts(5, 48, 72, -1, False), offsets=at(0, 0, 2, 2, 5, 5)),
+        Sample("groups of 96, few rows, zero points", x=normal(9, 192),
+               weight=_experts(2, 64, 192, 96, True), offsets=at(0, 3, 6)),
+        Sample("many rows", x=normal(700, 256), weight=_experts(2, 288, 256, 128, False),
+               offsets=at(0, 193, 690)),
+        Sample("many gathered rows, zero points", x=normal(40, 256),
+               weight=_experts(1, 160, 256, 64, True), offsets=at(0, 150), rows=indices(MIXED)),
+        Sample("another activation", x=normal(40, 64), weight=_experts(2, 64, 64, 64, True),
+               offsets=at(0, 33, 40), activation="gelu_mul"),
+        Sample("no rows", x=normal(0, 64), weight=_experts(2, 32, 64, 64, False),
+               offsets=at(0, 0, 0)),
+    ],
+    errors=[
+        Error(r"weight.*divisible by 32.*48", x=normal(2, 64),
+              weight=_experts(2, 48, 64, 64, False), offsets=at(0, 1, 2), activation="silu_mul"),
+        Error(r"x.*64.*\[2, 32\]", x=normal(2, 32), weight=_experts(2, 16, 64, 64, False),
+              offsets=at(0, 1, 2)),
+    ],
+)  # fmt: skip
+
+CASES = [GROUPED, GROUPED_FP8, GROUPED_INT4]

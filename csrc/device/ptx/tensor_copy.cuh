@@ -26,6 +26,17 @@ __device__ __forceinline__ void copy_tensor_4d(void* target, const CUtensorMap* 
       : "memory");
 }
 
+/// The same of five dimensions.
+__device__ __forceinline__ void copy_tensor_5d(void* target, const CUtensorMap* map,
+                                               std::uint64_t* barrier, int c0, int c1, int c2,
+                                               int c3, int c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1, {%3, %4, %5, %6, %7}], [%2];" ::"r"(shared_address(target)),
+      "l"(map), "r"(shared_address(barrier)), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 /// The same under an L2 policy.
 __device__ __forceinline__ void copy_tensor_4d(void* target, const CUtensorMap* map,
                                                std::uint64_t* barrier, int c0, int c1, int c2,

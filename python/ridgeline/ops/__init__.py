@@ -13,7 +13,12 @@ from ridgeline.ops.attention import (
     paged_attention,
 )
 from ridgeline.ops.gemm import fp8_linear, int4_linear, int8_linear, linear
-from ridgeline.ops.grouped import grouped_linear
+from ridgeline.ops.grouped import (
+    Int4Experts,
+    grouped_fp8_linear,
+    grouped_int4_linear,
+    grouped_linear,
+)
 from ridgeline.ops.int4_weight import Int4Weight, pack_int4
 from ridgeline.ops.kv_cache import copy_blocks, rope, rope_write_kv, write_kv
 from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
@@ -22,6 +27,7 @@ from ridgeline.ops.reduction import row_reduce, softmax
 from ridgeline.ops.sampling import sample, top_logprobs
 
 __all__ = [
+    "Int4Experts",
     "Int4Weight",
     "add_rmsnorm",
     "attention",
@@ -31,6 +37,8 @@ __all__ = [
     "copy_blocks",
     "fp8_linear",
     "gelu_mul",
+    "grouped_fp8_linear",
+    "grouped_int4_linear",
     "grouped_linear",
     "int4_linear",
     "int8_linear",

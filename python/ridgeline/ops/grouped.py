@@ -2,14 +2,77 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from ridgeline.ops._gradient import inference_only
+from ridgeline.ops.int4_weight import Int4Weight
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
 _GATED = ("silu_mul", "gelu_mul")
+
+
+@dataclass(frozen=True)
+class Int4Experts:
+    """The :class:`Int4Weight` of each expert, one after the other.
+
+    Attributes:
+        packed: int32 ``[experts, N / 16, ceil(K / 64), 32, 4]``.
+        scales: ``[experts, groups, N]``, the dtype of the output.
+        zeros: uint8 ``[experts, groups, N]``, or None: 8 everywhere.
+        N, K, group: those of one expert.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    N: int
+    K: int
+    group: int
+
+    @classmethod
+    def from_rows(cls, weight: Int4Weight, experts: int) -> Int4Experts:
+        """From the rows of all experts as one weight.
+
+        Raises:
+            ValueError: experts do not begin at multiples of 16 rows, or columns are permuted.
+        """
+        if experts < 1 or weight.N % (16 * experts) != 0:
+            raise ValueError(
+                f"weight: expected {experts} experts of a multiple of 16 rows, got {weight.N} rows"
+            )
+        if weight.perm is not None:
+            raise ValueError("weight.perm: expected None, got a tensor")
+
+        def split(rows: Tensor) -> Tensor:
+            return rows.unflatten(1, (experts, -1)).transpose(0, 1).contiguous()
+
+        return cls(
+            packed=weight.packed.unflatten(0, (experts, -1)),
+            scales=split(weight.scales),
+            zeros=None if weight.zeros is None else split(weight.zeros),
+            N=weight.N // experts,
+            K=weight.K,
+            group=weight.group,
+        )
+
+    def dequantize(self) -> Tensor:
+        """The weights that the op multiplies by, ``[experts, N, K]`` in the dtype of the scales."""
+        return torch.stack([
+            Int4Weight(
+                packed=self.packed[e],
+                scales=self.scales[e],
+                zeros=None if self.zeros is None else self.zeros[e],
+                perm=None,
+                N=self.N,
+                K=self.K,
+                group=self.group,
+            ).dequantize()
+            for e in range(len(self.packed))
+        ])  # fmt: skip
 
 
 def grouped_linear(
@@ -50,6 +113,93 @@ def grouped_linear(
     return inference_only(out, "grouped_linear", x, weight, bias)
 
 
+def grouped_fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    bias: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """:func:`grouped_linear` with weights in float8 e4m3 and float32 scales.
+
+    Args:
+        x: ``[rows of x, K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded
+            to its dtype; or float8_e4m3fn with ``x_scale``: products of codes.
+        weight: ``[experts, N, K]``, float8_e4m3fn; last dimension contiguous. On CUDA K is
+            divisible by 16.
+        weight_scale: float32, ``[experts]`` or ``[experts, N]``.
+        x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
+        out_dtype: of the result; None: that of ``x``, or bfloat16 for a float8 ``x``.
+        offsets, rows, bias, activation: as in :func:`grouped_linear`.
+
+    Returns:
+        A new tensor ``[S, N]`` (gated: ``[S, N / 2]``).
+
+    Raises:
+        ValueError: dtype, device or shape differ from the above; the message names the argument.
+    """
+    dtype = _out_dtype(x, out_dtype)
+    name = str(dtype).removeprefix("torch.")
+    out = _ops.grouped_fp8_linear(
+        x, weight, weight_scale, offsets, rows, bias, x_scale, name, activation or "none"
+    )
+    return inference_only(out, "grouped_fp8_linear", x, weight, bias)
+
+
+def grouped_int4_linear(
+    x: Tensor,
+    weight: Int4Experts,
+    offsets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor:
+    """:func:`grouped_linear` with 4-bit weights: products of what ``weight.dequantize()`` gives.
+
+    Args:
+        x: ``[rows of x, K]``, the dtype of ``weight.scales``: float16 or bfloat16 (on the CPU
+            float32 too); last dimension contiguous. On CUDA K is divisible by 8.
+        weight: N divisible by 16, gated by 32.
+        offsets, rows, bias, activation: as in :func:`grouped_linear`.
+
+    Returns:
+        A new tensor ``[S, N]`` (gated: ``[S, N / 2]``), dtype of the scales.
+
+    Raises:
+        ValueError: dtype, device or shape differ from the above; the message names the argument.
+    """
+    out = _ops.grouped_int4_linear(
+        x,
+        weight.packed,
+        weight.scales,
+        weight.zeros,
+        offsets,
+        weight.N,
+        weight.K,
+        weight.group,
+        rows,
+        bias,
+        activation or "none",
+    )
+    return inference_only(out, "grouped_int4_linear", x, bias)
+
+
+def _out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    if out_dtype is not None:
+        return out_dtype
+    return torch.bfloat16 if x.dtype == torch.float8_e4m3fn else x.dtype
+
+
+def _rows_of(x: Tensor, rows: Tensor | None) -> int:
+    return (x if rows is None else rows).shape[0]
+
+
 @torch.library.register_fake("ridgeline::grouped_linear")
 def _(
     x: Tensor,
@@ -59,8 +209,60 @@ def _(
     bias: Tensor | None,
     activation: str,
 ) -> Tensor:
-    count = (x if rows is None else rows).shape[0]
-    return x.new_empty(count, weight.shape[1] // (2 if activation in _GATED else 1))
+    columns = weight.shape[1] // (2 if activation in _GATED else 1)
+    return x.new_empty(_rows_of(x, rows), columns)
+
+
+@torch.library.register_fake("ridgeline::grouped_fp8_linear")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    rows: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_dtype: str,
+    activation: str,
+) -> Tensor:
+    columns = weight.shape[1] // (2 if activation in _GATED else 1)
+    return x.new_empty(_rows_of(x, rows), columns, dtype=getattr(torch, out_dtype))
+
+
+@torch.library.register_fake("ridgeline::grouped_int4_linear")
+def _(
+    x: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    offsets: Tensor,
+    N: int,
+    K: int,
+    group: int,
+    rows: Tensor | None,
+    bias: Tensor | None,
+    activation: str,
+) -> Tensor:
+    return scales.new_empty(_rows_of(x, rows), N // (2 if activation in _GATED else 1))
+
+
+def _cost(
+    x: Tensor,
+    experts: int,
+    of_one: float,
+    shape: tuple[int, int],
+    element: int,
+    others: tuple[Tensor | None, ...],
+    activation: str | None,
+    unit: str,
+) -> Cost:
+    """Of the most experts that the rows can touch: how many they do is on the device."""
+    N, K = shape
+    offsets, rows = others[:2]
+    count = _rows_of(x, rows)
+    columns = N // 2 if activation in _GATED else N
+    read = nbytes(x, *others) + int(min(count, experts) * of_one)
+    return Cost(bytes=read + count * columns * element, flops=2 * count * N * K, unit=unit)
 
 
 @cost_of("grouped_linear")
@@ -74,12 +276,48 @@ def _(
     activation: str | None = None,
     **_unused: object,
 ) -> Cost:
-    """Of the most experts that the rows can touch: how many they do is on the device."""
-    count = (x if rows is None else rows).shape[0]
     experts, N, K = weight.shape
-    columns = N // 2 if activation in _GATED else N
-    touched = min(count, experts) * N * K * weight.element_size()
-    read = nbytes(x, offsets, rows, bias) + touched
+    element = x.element_size()
     unit = "fp32" if x.dtype == torch.float32 else "bf16"
-    written = count * columns * x.element_size()
-    return Cost(bytes=read + written, flops=2 * count * N * K, unit=unit)
+    others = (offsets, rows, bias)
+    return _cost(x, experts, N * K * element, (N, K), element, others, activation, unit)
+
+
+@cost_of("grouped_fp8_linear")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    bias: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    **_unused: object,
+) -> Cost:
+    experts, N, K = weight.shape
+    of_one = N * K + nbytes(weight_scale) / max(experts, 1)
+    unit = "fp8" if x.dtype == torch.float8_e4m3fn else "bf16"
+    element = _out_dtype(x, out_dtype).itemsize
+    others = (offsets, rows, bias, x_scale)
+    return _cost(x, experts, of_one, (N, K), element, others, activation, unit)
+
+
+@cost_of("grouped_int4_linear")
+def _(
+    x: Tensor,
+    weight: Int4Experts,
+    offsets: Tensor,
+    *,
+    rows: Tensor | None = None,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    **_unused: object,
+) -> Cost:
+    experts = len(weight.packed)
+    of_one = nbytes(weight.packed, weight.scales, weight.zeros) / max(experts, 1)
+    shape, element = (weight.N, weight.K), weight.scales.element_size()
+    others = (offsets, rows, bias)
+    return _cost(x, experts, of_one, shape, element, others, activation, "bf16")

@@ -1,0 +1,50 @@
+#include <algorithm>
+
+#include "common/math.h"
+#include "device/properties.cuh"
+#include "device/ptx/grid_dependency.cuh"
+#include "kernels/gemm_grouped_launch.cuh"
+
+namespace ridgeline::gemm_grouped {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct GatherParams {
+  GroupedGemmParams grouped;
+  uint4* to;
+  std::int32_t vectors, stride;  // 16 bytes each: of a row, and between rows of x
+};
+
+/// Rows of x in the order of y. Grid: as many blocks as run at once; a thread copies 16 bytes at a
+/// time. Roofline: the rows in and out, bandwidth.
+__global__ void __launch_bounds__(kThreads)
+    gather_kernel(const __grid_constant__ GatherParams params) {
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  const auto* x = static_cast<const uint4*>(params.grouped.gemm.x.data);
+  const std::int64_t count = params.grouped.gemm.M * params.vectors;
+  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
+       i += std::int64_t{gridDim.x} * kThreads) {
+    const std::int64_t s = i / params.vectors, v = i % params.vectors;
+    params.to[i] = x[row_of_x(params.grouped, s) * params.stride + v];
+  }
+}
+
+}  // namespace
+
+void launch_gather(const GroupedGemmParams& params, void* to, Stream stream) {
+  const GemmParams& p = params.gemm;
+  const auto bytes = static_cast<std::int64_t>(size_of(p.x.dtype));
+  const GatherParams gather{
+      .grouped = params,
+      .to = static_cast<uint4*>(to),
+      .vectors = checked_int32(p.K * bytes / 16, "grouped_linear: columns"),
+      .stride = checked_int32(p.x.stride_row * bytes / 16, "grouped_linear: stride of x")};
+  const std::int64_t wanted = ceil_div<std::int64_t>(p.M * gather.vectors, kThreads);
+  const auto blocks = std::min<std::int64_t>(wanted, device::multiprocessors() * 8);
+  device::launch_chained<gather_kernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0,
+                                        stream, gather, "grouped_linear: rows of x");
+}
+
+}  // namespace ridgeline::gemm_grouped

@@ -1,0 +1,235 @@
+#include <algorithm>
+
+#include "device/matrix_map.cuh"
+#include "device/properties.cuh"
+#include "kernels/gemm_grouped_sm90_store.cuh"
+
+namespace ridgeline::gemm_grouped {
+namespace {
+
+// ---- Kernel -------------------------------------------------------------------------------------
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+    grouped_sm90_kernel(const __grid_constant__ Launch launch) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<Shared<Tile>*>(memory);
+  ptx::launch_dependents();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < Tile::kStages; ++i) {
+      ptx::mbarrier_init(&shared.full[i], (Tile::kInt4 ? 2 : 1) + Tile::kTeam);
+      ptx::mbarrier_init(&shared.free[i], Tile::kConsumers);
+    }
+    ptx::fence_mbarrier_init();
+  }
+  ptx::wait_for_dependencies();  // which weights are read is what the kernels ahead decide
+  plan<Tile>(launch, shared);    // and the barriers are made
+
+  if (threadIdx.x >= Tile::kMultipliers) {
+    if constexpr (Tile::kConsumers == 2) ptx::release_registers<88>();
+    produce<Tile>(launch, shared, static_cast<int>(threadIdx.x) - Tile::kMultipliers);
+  } else {
+    if constexpr (Tile::kConsumers == 2) ptx::take_registers<208>();
+    const Consumer me(static_cast<int>(threadIdx.x) + kWarpgroup);
+    const GemmParams& p = launch.grouped.gemm;
+    clear_rows<Tile>(launch, shared);
+    Ring<Tile::kStages> ring;
+    for_each_item(launch, shared, [&](const Item& item) {
+      RowFactors<typename Tile::T> factors;
+      const int row = me.warpgroup * kWarpgroupRows + me.warp * 16;
+      const int gate = (item.column * Tile::kCols + row) / 2 + me.quad;
+      const int plain = item.column * Tile::kCols + row + me.quad;
+      const bool gated = is_gated(p.activation);
+      const int n[2] = {gated ? gate : plain, gated ? gate + p.N / 2 : plain + 8};
+      factors.load(p, item.expert, n);
+      Sums<Tile> sums;
+      float x_scale[ceil_div(Tile::kRows, kWarpgroup)];
+      if constexpr (Tile::kFp8X) {
+#pragma unroll
+        for (int i = 0; i < ceil_div(Tile::kRows, kWarpgroup); ++i) {
+          const int r = min(me.thread + i * kWarpgroup, item.rows - 1);
+          x_scale[i] = p.x.scale[p.x.scale_per_row ? row_of_x(launch.grouped, item.row0 + r) : 0];
+        }
+      }
+      multiply_rows<Tile>(launch, shared, ring, sums, item.rows, me);
+      if constexpr (Tile::kFp8X) {
+#pragma unroll
+        for (int i = 0; i < ceil_div(Tile::kRows, kWarpgroup); ++i)
+          if (me.thread + i * kWarpgroup < Tile::kRows)
+            shared.x_scale[me.warpgroup][me.thread + i * kWarpgroup] = x_scale[i];
+      }
+      const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)) + kWarpgroup);
+      store_tile<Tile>(launch, shared, item, sums, factors, here);
+    });
+  }
+#endif
+}
+
+// ---- Launch -------------------------------------------------------------------------------------
+
+/// Boxes of a tile's weight rows in the order that request_weight names.
+template <class Tile>
+CUtensorMap weight_map(const GroupedGemmParams& params) {
+  const GemmParams& p = params.gemm;
+  const bool gated = is_gated(p.activation);
+  CUtensorMap map;
+  CUresult result;
+  const auto u64 = [](auto v) { return static_cast<cuuint64_t>(v); };
+  const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
+  if constexpr (Tile::kInt4) {
+    const std::int64_t words = std::int64_t{ceil_div(p.K, Int4Layout::kCols)} * Int4Layout::kWords;
+    const std::int64_t strip = words * 4, strips = ceil_div(p.N, 16);
+    const cuuint64_t sizes[] = {u64(words), 2, u64(ceil_div(p.N, 32)), u64(params.experts)};
+    const cuuint64_t strides[] = {u64(gated ? strips / 2 * strip : strip),
+                                  u64(gated ? strip : 2 * strip), u64(strips * strip)};
+    const cuuint32_t box[] = {Int4Layout::kWords, 2, Tile::kCols / 32, 1};
+    result = device::tensor_map_encoder()(
+        &map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, const_cast<void*>(p.weight.data), sizes, strides,
+        box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  } else {
+    constexpr bool kDense = Tile::kFormat == WeightFormat::kDense;
+    constexpr int kBytes = kDense ? 2 : 1;
+    const std::int64_t row = p.weight.stride_row * kBytes;
+    const cuuint64_t sizes[] = {u64(p.K), 8, 2, u64(p.N / 16), u64(params.experts)};
+    const cuuint64_t strides[] = {u64(row), u64(gated ? p.N / 2 * row : 8 * row),
+                                  u64(gated ? 8 * row : 16 * row),
+                                  u64(params.stride_expert)};
+    const cuuint32_t box[] = {Tile::kDepth, 8, 2, Tile::kCols / 16, 1};
+    result = device::tensor_map_encoder()(
+        &map, kDense ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 5,
+        const_cast<void*>(p.weight.data), sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        Tile::kExpands ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  }
+  check(result == CUDA_SUCCESS, "grouped_linear: cuTensorMapEncodeTiled refused the weight, code ",
+        static_cast<int>(result));
+  return map;
+}
+
+/// Boxes of the scales and zero points of a tile's weight rows.
+template <class Tile>
+void add_scales(Launch& launch) {
+  const GroupedGemmParams& params = launch.grouped;
+  const GemmParams& p = params.gemm;
+  const bool gated = is_gated(p.activation);
+  const auto u64 = [](auto v) { return static_cast<cuuint64_t>(v); };
+  const int groups = ceil_div(p.K, p.weight.group);
+  const auto map_of = [&](const void* data, int bytes, CUtensorMapDataType type) {
+    const cuuint64_t sizes[] = {u64(gated ? p.N / 2 : p.N), u64(gated ? 2 : 1), u64(groups),
+                                u64(params.experts)};
+    const cuuint64_t strides[] = {u64((gated ? p.N / 2 : p.N) * bytes), u64(p.N * bytes),
+                                  u64(params.stride_scales * bytes)};
+    const cuuint32_t box[] = {static_cast<cuuint32_t>(gated ? Tile::kCols / 2 : Tile::kCols),
+                              gated ? 2u : 1u, 1, 1};
+    const cuuint32_t ones[] = {1, 1, 1, 1};
+    CUtensorMap map;
+    const CUresult result = device::tensor_map_encoder()(
+        &map, type, 4, const_cast<void*>(data), sizes, strides, box, ones,
+        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
+        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    check(result == CUDA_SUCCESS, "grouped_linear: cuTensorMapEncodeTiled refused scales, code ",
+          static_cast<int>(result));
+    return map;
+  };
+  launch.scales = map_of(p.weight.scales, 2, CU_TENSOR_MAP_DATA_TYPE_UINT16);
+  if (p.weight.zeros)
+    launch.zeros = map_of(p.weight.zeros, 1, CU_TENSOR_MAP_DATA_TYPE_UINT8);
+  launch.groups = p.weight.group % Tile::kDepth == 0 || groups == 1 ? 1 : 2;
+}
+
+template <class Tile>
+void launch_tiles(const GroupedGemmParams& params, Stream stream) {
+  const GemmParams& p = params.gemm;
+  Launch launch{.grouped = params,
+                .weight = weight_map<Tile>(params),
+                .columns = ceil_div(p.N, Tile::kCols),
+                .steps = ceil_div(p.K, Tile::kDepth)};
+  const void* x = p.x.data;
+  std::int64_t x_rows = params.x_rows, x_stride = p.x.stride_row;
+  if (sm90_workspace_bytes(params) > 0) {
+    launch_gather(params, p.workspace, stream);
+    x = p.workspace;
+    x_rows = p.M;
+    x_stride = p.K;
+  }
+  launch.in_order = params.rows == nullptr || x == p.workspace;
+  if constexpr (Tile::kInt4) add_scales<Tile>(launch);
+  if (launch.in_order)
+    launch.x = device::matrix_map(
+        {x, static_cast<int>(sizeof(typename Tile::X)), x_rows, p.K, x_stride},
+        std::min(Tile::kRows, kPieceRows), Tile::kDepth, true);
+  // Of g experts with rows, each has a tile for its first row; the others fill tiles of kRows.
+  const std::int64_t groups = std::min<std::int64_t>(p.M, params.experts);
+  const std::int64_t most = (groups + (p.M - groups) / Tile::kRows) * launch.columns;
+  const std::int64_t blocks = std::min<std::int64_t>(
+      std::max<std::int64_t>(most, 1), device::multiprocessors() * Tile::kBlocksPerSm);
+  device::launch_chained<grouped_sm90_kernel<Tile>>(dim3(static_cast<unsigned>(blocks)),
+                                                    dim3(Tile::kThreads), sizeof(Shared<Tile>),
+                                                    stream, launch, "grouped_linear");
+}
+
+
+std::int64_t mean_rows(const GroupedGemmParams& params) {
+  return params.gemm.M / std::max(params.experts, 1);
+}
+
+/// Up to so many rows an expert tiles are of 32 rows by 64 weight rows.
+constexpr std::int64_t kFewRows = 20;
+
+/// From so many rows an expert on rows of x are put in order ahead, for the copy engine. H200, 8192
+/// tokens, 2 of 8 experts of 4096 x 28672, TFLOP/s: copied by threads 537, in order 605.
+constexpr std::int64_t kRowsInOrder = 128;
+
+template <class T, class X, WeightFormat kFormat>
+void launch_x(const GroupedGemmParams& params, Stream stream) {
+  if (mean_rows(params) <= kFewRows)
+    return launch_tiles<Tile<T, X, kFormat, 1, 32>>(params, stream);
+  launch_tiles<Tile<T, X, kFormat, 2, sizeof(X) == 1 ? 192 : 256>>(params, stream);
+}
+
+template <class T>
+void launch_format(const GroupedGemmParams& params, Stream stream) {
+  const bool fp8_x = params.gemm.x.dtype == DType::kFloat8E4M3;
+  switch (params.gemm.weight.format) {
+    case WeightFormat::kDense: return launch_x<T, T, WeightFormat::kDense>(params, stream);
+    case WeightFormat::kInt4: return launch_x<T, T, WeightFormat::kInt4>(params, stream);
+    case WeightFormat::kFp8:
+      if (fp8_x) return launch_x<T, std::uint8_t, WeightFormat::kFp8>(params, stream);
+      return launch_x<T, T, WeightFormat::kFp8>(params, stream);
+    case WeightFormat::kInt8: break;  // no op has experts of it
+  }
+}
+
+bool is_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
+
+}  // namespace
+
+bool runs_on_wgmma(const GroupedGemmParams& params) {
+  const GemmParams& p = params.gemm;
+  const bool int4 = p.weight.format == WeightFormat::kInt4;
+  const auto x_bytes = static_cast<std::int64_t>(size_of(p.x.dtype));
+  const std::int64_t row_bytes =
+      int4 ? 16 : p.weight.stride_row * (p.weight.format == WeightFormat::kFp8 ? 1 : 2);
+  const bool fused = p.activation == Activation::kNone || p.activation == Activation::kSiluMul;
+  return device::runs_sm90a() && fused && p.dtype != DType::kFloat32 && p.K > 0 &&
+         params.experts > 0 && params.x_rows > 0 && p.N % (int4 ? 32 : 16) == 0 &&
+         !(int4 && p.x.dtype == DType::kFloat8E4M3) && p.K * x_bytes % 16 == 0 &&
+         p.x.stride_row * x_bytes % 16 == 0 && row_bytes % 16 == 0 &&
+         params.stride_expert % 16 == 0 && is_aligned(p.x.data) && is_aligned(p.weight.data) &&
+         (!int4 || (is_aligned(p.weight.scales) && is_aligned(p.weight.zeros)));
+}
+
+std::size_t sm90_workspace_bytes(const GroupedGemmParams& params) {
+  if (params.rows == nullptr || mean_rows(params) < kRowsInOrder) return 0;
+  return static_cast<std::size_t>(params.gemm.M * params.gemm.K) * size_of(params.gemm.x.dtype);
+}
+
+void launch_sm90(const GroupedGemmParams& params, Stream stream) {
+  device::dispatch_half(params.gemm.dtype, [&](auto type) {
+    launch_format<typename decltype(type)::type>(params, stream);
+  });
+}
+
+}  // namespace ridgeline::gemm_grouped

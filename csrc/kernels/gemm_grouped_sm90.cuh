@@ -1,0 +1,213 @@
+#pragma once
+#include <cuda.h>
+
+#include "device/ptx/async_copy.cuh"
+#include "device/ptx/tensor_copy.cuh"
+#include "kernels/gemm_grouped_launch.cuh"
+#include "kernels/gemm_sm90.cuh"
+
+/// What a block of Hopper's kernel for experts works on, and the warps that bring it.
+namespace ridgeline::gemm_grouped {
+
+using namespace gemm_sm90;
+
+// ---- Constants ----------------------------------------------------------------------------------
+
+constexpr int kSteps = 4;       // of a stage's columns of K, the depth of one wgmma each
+constexpr int kStepBytes = 32;  // of x
+constexpr int kVector = 16;                      // bytes of one copy of x
+constexpr int kVectors = kRowBytes / kVector;    // of a row of x in a stage
+constexpr int kPieceRows = 64;                   // rows of x that the epilogue takes at a time
+
+/// kConsumers_ warpgroups of 64 weight rows each by up to kRows_ rows of x. X: T, or std::uint8_t,
+/// which stands for e4m3.
+template <class T_, class X_, WeightFormat kFormat_, int kConsumers_, int kRows_>
+struct Tile {
+  using T = T_;
+  using X = X_;
+  static constexpr bool kFp8X = sizeof(X) == 1;
+  static constexpr WeightFormat kFormat = kFormat_;
+  static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
+  static constexpr bool kExpands = kFormat != WeightFormat::kDense && !kFp8X;
+  static constexpr int kDepth = kRowBytes / static_cast<int>(sizeof(X));  // columns of K a stage
+  static constexpr int kConsumers = kConsumers_, kRows = kRows_;
+  static constexpr int kCols = kConsumers * kWarpgroupRows;
+  static constexpr int kMultipliers = kConsumers * kWarpgroup;  // threads
+  static constexpr int kProducers = kWarpgroup;
+  // Where a stage takes less time to multiply than to request, warps request stages by turns.
+  static constexpr int kTurns = kConsumers == 1 ? kProducers / device::kWarpSize : 1;
+  static constexpr int kTeam = kProducers / kTurns;  // threads that bring a stage
+  static constexpr int kThreads = kMultipliers + kProducers;
+  static constexpr int kBlocksPerSm = kConsumers == 1 ? 2 : 1;
+  static constexpr int kWeightBytes = kCols * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
+  static constexpr int kStageBytes =
+      kRows * kRowBytes + kWeightBytes + (kInt4 ? 2 * 3 * kCols : 16);
+  static constexpr int kStages =
+      std::min(16, (kBlocksPerSm == 2 ? 96 : 200) * 1024 / kStageBytes);
+};
+
+struct Launch {
+  GroupedGemmParams grouped;
+  CUtensorMap weight, scales, zeros, x;
+  bool in_order;  // row s of y is made of row s of x
+  int groups;     // scales a stage has of each weight row: 1 or 2; int4
+  int columns;  // tiles of weight rows
+  int steps;    // stages, in all
+};
+
+// ---- Shared memory ------------------------------------------------------------------------------
+
+template <class Tile>
+struct Shared {
+  using T = typename Tile::T;
+
+  alignas(1024) std::uint8_t x[Tile::kStages][Tile::kRows][kRowBytes];
+  alignas(1024) std::uint8_t weight[Tile::kStages][Tile::kWeightBytes];
+  union {
+    alignas(1024) T out[Tile::kConsumers][kPieceRows][kOutColumns];
+    float sums[Tile::kConsumers][kPieceRows / 2][kOutColumns];
+  };
+  struct Scales {
+    alignas(128) T of[2][Tile::kCols];  // of 32 columns of K
+    alignas(128) std::uint8_t zeros[2][round_up(Tile::kCols, 128)];
+  };
+  Scales scales[Tile::kInt4 ? Tile::kStages : 1];
+  float x_scale[Tile::kFp8X ? Tile::kConsumers : 1][Tile::kFp8X ? Tile::kRows : 1];
+  alignas(8) std::uint64_t full[Tile::kStages], free[Tile::kStages];
+  std::int32_t offsets[kMaxExperts + 1];  // of the experts' rows
+  std::int32_t starts[kMaxExperts + 1];   // of their row tiles
+};
+
+// ---- Work ---------------------------------------------------------------------------------------
+
+/// Rows [row0, row0 + rows) of y by tile `column` of the weight rows of `expert`.
+struct Item {
+  int expert, row0, rows, column;
+};
+
+/// Counts each expert's tiles, and those ahead of it.
+template <class Tile>
+__device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared) {
+  const GroupedGemmParams& p = launch.grouped;
+  const int thread = static_cast<int>(threadIdx.x);
+  for (int e = thread; e <= p.experts; e += Tile::kThreads) shared.offsets[e] = p.offsets[e];
+  __syncthreads();  // the offsets are there
+  for (int e = thread; e <= p.experts; e += Tile::kThreads) {
+    int tiles = 0;
+#pragma unroll 8
+    for (int j = 0; j < e; ++j)
+      tiles += ceil_div(shared.offsets[j + 1] - shared.offsets[j], Tile::kRows);
+    shared.starts[e] = tiles;
+  }
+  __syncthreads();  // the plan is whole
+}
+
+/// Calls fn(item) for each tile of this block. Tiles of an expert follow each other; up to
+/// kTogether of its row tiles walk its weight side by side. Its rows are dealt evenly.
+template <class Tile, class Fn>
+__device__ __forceinline__ void for_each_item(const Launch& launch, const Shared<Tile>& shared,
+                                              Fn&& fn) {
+  const int experts = launch.grouped.experts;
+  const int count = shared.starts[experts] * launch.columns;
+  int e = 0;
+  for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
+    while (i >= shared.starts[e + 1] * launch.columns) ++e;
+    const int tiles = shared.starts[e + 1] - shared.starts[e];
+    const Tiles of{.along_m = tiles, .along_n = launch.columns, .together = kTogether};
+    const Place place = place_of(of, i - shared.starts[e] * launch.columns);
+    const int first = shared.offsets[e], rows = shared.offsets[e + 1] - first;
+    const int each = ceil_div(rows, tiles);
+    fn(Item{.expert = e,
+            .row0 = first + place.m * each,
+            .rows = min(each, rows - place.m * each),
+            .column = place.n});
+  }
+}
+
+// ---- Producer -----------------------------------------------------------------------------------
+
+/// Weight rows go to shared memory so that every other eight are gates and the next their up rows,
+/// or, of weights that are not gated, as they lie: sixteen are two eights. Int4: the same of
+/// sixteens; of their scales, gates come first.
+template <class Tile>
+__device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shared,
+                                        const Item& item, int k, int stage) {
+  std::uint64_t* full = &shared.full[stage];
+  constexpr int kBoxRows = std::min(Tile::kRows, kPieceRows);
+  const int boxes = launch.in_order ? ceil_div(item.rows, kBoxRows) : 0;
+  const int bytes = Tile::kWeightBytes + boxes * kBoxRows * kRowBytes;
+  ptx::mbarrier_expect(full, bytes);
+  if constexpr (Tile::kInt4) {
+    ptx::copy_tensor_4d(shared.weight[stage], &launch.weight, full, k * Int4Layout::kWords, 0,
+                        item.column * (Tile::kCols / 32), item.expert);
+  } else {
+    ptx::copy_tensor_5d(shared.weight[stage], &launch.weight, full, k * Tile::kDepth, 0, 0,
+                        item.column * (Tile::kCols / 16), item.expert);
+  }
+  for (int i = 0; i < boxes; ++i)
+    ptx::copy_matrix(shared.x[stage][i * kBoxRows], &launch.x, full, k * Tile::kDepth,
+                     item.row0 + i * kBoxRows);
+}
+
+/// Scales and zero points of int4: those of the gates, then of the up rows. By a thread of another
+/// warp: one that requests all of a stage takes longer than its multiplication.
+template <class Tile>
+__device__ __forceinline__ void request_scales(const Launch& launch, Shared<Tile>& shared,
+                                               const Item& item, int k, int stage) {
+  const GemmParams& p = launch.grouped.gemm;
+  std::uint64_t* full = &shared.full[stage];
+  auto& scales = shared.scales[stage];
+  ptx::mbarrier_expect(full, launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2));
+  const int first = item.column * (is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols);
+  for (int i = 0; i < launch.groups; ++i) {
+    const int group = (k * Tile::kDepth + i * 32) / p.weight.group;
+    ptx::copy_tensor_4d(scales.of[i], &launch.scales, full, first, 0, group, item.expert);
+    if (p.weight.zeros)
+      ptx::copy_tensor_4d(scales.zeros[i], &launch.zeros, full, first, 0, group, item.expert);
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared, int thread) {
+  const GroupedGemmParams& grouped = launch.grouped;
+  const GemmParams& p = grouped.gemm;
+  constexpr int kStep = Tile::kTeam / kVectors;  // rows between those of a thread
+  constexpr int kCount = Tile::kRows / kStep;
+  constexpr int kElements = kVector / static_cast<int>(sizeof(typename Tile::X));
+  const int turn = thread / Tile::kTeam, member = thread % Tile::kTeam;
+  const int first = member / kVectors, vector = member % kVectors;
+  const auto* base = static_cast<const char*>(p.x.data);
+  Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
+  for_each_item(launch, shared, [&](const Item& item) {
+    std::uint32_t places[kCount];  // in units of a vector
+    const int copied = launch.in_order ? 0 : item.rows;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int r = first + i * kStep;
+      if (r >= copied) break;
+      const std::int64_t row = row_of_x(grouped, item.row0 + r);
+      places[i] = static_cast<std::uint32_t>(row * (p.x.stride_row / kElements)) + vector;
+    }
+    for (int k = 0; k < launch.steps; ++k, ring.next()) {
+      const int s = ring.stage;
+      if (s % Tile::kTurns != turn) continue;
+      ptx::mbarrier_wait(&shared.free[s], ring.parity);
+      if (member == 0) request<Tile>(launch, shared, item, k, s);
+      if (Tile::kInt4 && member == Tile::kTeam - device::kWarpSize)
+        request_scales<Tile>(launch, shared, item, k, s);
+      const bool inside = k * Tile::kDepth + vector * kElements < p.K;
+      std::uint8_t* stage = shared.x[s][0];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int r = first + i * kStep;
+        if (r >= copied) break;
+        const std::int64_t at = inside ? std::int64_t{places[i]} + k * kVectors : 0;
+        ptx::copy_async_16(stage + r * kRowBytes + (vector ^ (r % 8)) * kVector,
+                           base + at * kVector, inside);
+      }
+      ptx::mbarrier_arrive_after_copies(&shared.full[s]);
+    }
+  });
+}
+
+}  // namespace ridgeline::gemm_grouped

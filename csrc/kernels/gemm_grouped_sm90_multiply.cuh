@@ -1,0 +1,312 @@
+#pragma once
+#include <algorithm>
+
+#include "device/dequant.cuh"
+#include "device/ptx/wgmma_few.cuh"
+#include "device/ptx/wgmma_fp8.cuh"
+#include "device/ptx/wgmma_registers.cuh"
+#include "device/ptx/wgmma_shared_wide.cuh"
+#include "kernels/gemm_grouped_sm90.cuh"
+
+/// How a tile's stages become sums, which lie with weight rows as rows.
+namespace ridgeline::gemm_grouped {
+
+// ---- Weights ------------------------------------------------------------------------------------
+
+using Fragment = std::uint32_t[4];  // 16 weight rows a warp, 16 columns of K, as wgmma's A
+
+/// What a warp holds of a stage while it expands it. Its rows lane / 4 and lane / 4 + 8 are two
+/// weight rows, or a gate and its up row.
+template <class Tile>
+struct Weights {
+  using T = typename Tile::T;
+
+  const Shared<Tile>& shared;
+  const Launch& launch;
+  Consumer me;
+  std::uint32_t words[2][kSteps];          // int4
+  device::Pair<T> scale[2], zero[2];       // int4
+
+  __device__ __forceinline__ void load_scales(int stage, int group) {
+    const auto& scales = shared.scales[stage];
+    const bool gated = is_gated(launch.grouped.gemm.activation);
+    const int row = me.warpgroup * kWarpgroupRows + me.warp * 16;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int c = gated ? row / 2 + me.quad + r * (Tile::kCols / 2) : row + me.quad + r * 8;
+      const T value = scales.of[group][c];
+      scale[r] = device::Pair<T>{value, value};
+      zero[r] = device::int4_zero<T>(launch.grouped.gemm.weight.zeros ? scales.zeros[group][c]
+                                                    : Int4Layout::kSymmetricZero);
+    }
+  }
+
+  /// Stage `stage` is in.
+  __device__ __forceinline__ void load(int stage) {
+    if constexpr (Tile::kInt4) {
+      const bool gated = is_gated(launch.grouped.gemm.activation);
+      const int strip = me.warpgroup * 4 + me.warp;
+      const auto* strips = reinterpret_cast<const uint4*>(shared.weight[stage]) + me.lane;
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const uint4 v = strips[(gated ? strip / 2 * 2 + r : strip) * device::kWarpSize];
+        const int shift = 4 * (gated ? strip % 2 : r);
+        words[r][0] = v.x >> shift;
+        words[r][1] = v.y >> shift;
+        words[r][2] = v.z >> shift;
+        words[r][3] = v.w >> shift;
+      }
+      load_scales(stage, 0);
+    }
+  }
+
+  /// Columns [16 step, 16 step + 16) of the stage.
+  __device__ __forceinline__ void expand(Fragment& to, int stage, int step) {
+    const int first = me.warpgroup * kWarpgroupRows + me.warp * 16;
+    if constexpr (Tile::kInt4) {
+      if (step == kSteps / 2 && launch.groups == 2) load_scales(stage, 1);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        to[i] = device::expand_int4<T>(words[i % 2][step], i / 2 * 2, zero[i % 2], scale[i % 2]);
+    } else {
+      // Rows of 64 bytes with the swizzle of their size: chunks of 16 move by row / 2.
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const std::uint8_t* at = shared.weight[stage] + (first + me.quad + 8 * r) * Tile::kDepth +
+                                 (step ^ (me.quad / 2)) * kVector + me.in_quad * 2;
+#pragma unroll
+        for (int h = 0; h < 2; ++h)
+          to[2 * h + r] = device::convert_e4m3_pair<T>(
+              *reinterpret_cast<const std::uint16_t*>(at + h * 8));
+      }
+    }
+  }
+};
+
+// ---- Products -----------------------------------------------------------------------------------
+
+template <class Tile>
+using Sums = float[ceil_div(Tile::kRows, kPieceRows)][std::min(Tile::kRows, kPieceRows) / 8][4];
+
+/// 64 weight rows, in registers or in shared memory, by kN rows of x by 16 columns of K.
+template <class T, int kN, int kPieces, int kEights>
+__device__ __forceinline__ void multiply(float (&sums)[kPieces][kEights][4], const Fragment& weight,
+                                         std::uint64_t x) {
+  if constexpr (kN == 32) {
+    ptx::WgmmaFew<32, T>::registers(sums[0], weight, x, true);
+  } else {
+    ptx::WgmmaRegisters<kN, T, ptx::Contiguous::kInner>::mma(
+        reinterpret_cast<float(&)[kN / 8][4]>(sums[0]), weight, x);
+  }
+}
+
+template <class T, int kN, int kPieces, int kEights>
+__device__ __forceinline__ void multiply(float (&sums)[kPieces][kEights][4], std::uint64_t weight,
+                                         std::uint64_t x) {
+  if constexpr (kN == 32) {
+    ptx::WgmmaFew<32, T>::shared(sums[0], weight, x, true);
+  } else {
+    ptx::WgmmaShared<kN, T>::mma(reinterpret_cast<float(&)[kN / 8][4]>(sums[0]), weight, x, true);
+  }
+}
+
+/// Stage by stage: while the products of one are summed, the weights of the next are expanded.
+template <class Tile, int kN>
+__device__ __forceinline__ void multiply_stages(const Launch& launch, Shared<Tile>& shared,
+                                                Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                                const Consumer& me) {
+  using T = typename Tile::T;
+  const auto release = [&](int stage) {
+    if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
+  };
+  Weights<Tile> weights{.shared = shared, .launch = launch, .me = me};
+  int before = -1;
+  const auto take = [&](Fragment (&fragments)[kSteps]) {
+    const int s = ring.stage;
+    ptx::mbarrier_wait(&shared.full[s], ring.parity);
+    if (!launch.in_order) ptx::fence_async_shared();  // x came by ordinary copies
+    if constexpr (Tile::kExpands) {
+      weights.load(s);
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) weights.expand(fragments[step], s, step);
+    }
+    const std::uint64_t x = ptx::swizzled_operand(shared.x[s], 16, 8 * kRowBytes);
+    const std::uint64_t weight = ptx::swizzled_operand(
+        shared.weight[s] + me.warpgroup * kWarpgroupRows * kRowBytes, 16, 8 * kRowBytes);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const std::uint64_t columns = x + step * kStepBytes / 16;
+      if constexpr (Tile::kExpands) {
+        multiply<T, kN>(sums, fragments[step], columns);
+      } else {
+        multiply<T, kN>(sums, weight + step * kStepBytes / 16, columns);
+      }
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    if (before >= 0) release(before);
+    before = s;
+    ring.next();
+  };
+  Fragment fragments[2][kSteps];
+  int k = 0;
+  for (; k + 2 <= launch.steps; k += 2) {
+    take(fragments[0]);
+    take(fragments[1]);
+  }
+  if (k < launch.steps) take(fragments[0]);
+  ptx::wgmma_wait<0>();
+#pragma unroll
+  for (auto& piece : sums) ptx::hold_registers(piece);
+  release(before);
+}
+
+constexpr int kInFlight = 2;  // steps that are multiplied while others are expanded
+
+/// Step by step, where registers are few. The weights of four steps are in them: those that are
+/// multiplied, those that come next, and those that are expanded.
+template <class Tile, int kN>
+__device__ __forceinline__ void multiply_expanded(const Launch& launch, Shared<Tile>& shared,
+                                                  Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                                  const Consumer& me) {
+  const auto release = [&](int stage) {
+    if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
+  };
+  const auto wait = [&] {
+    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+    if (!launch.in_order) ptx::fence_async_shared();  // x came by ordinary copies
+  };
+  Weights<Tile> weights{.shared = shared, .launch = launch, .me = me};
+  Fragment fragments[kSteps];
+  wait();
+  weights.load(ring.stage);
+#pragma unroll
+  for (int step = 0; step < kSteps - kInFlight; ++step)
+    weights.expand(fragments[step], ring.stage, step);
+  int before = -1;
+  for (int k = 1; k <= launch.steps; ++k) {
+    const int s = ring.stage;
+    const std::uint64_t x = ptx::swizzled_operand(shared.x[s], 16, 8 * kRowBytes);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      ptx::wgmma_fence();
+      multiply<typename Tile::T, kN>(sums, fragments[step], x + step * kStepBytes / 16);
+      ptx::wgmma_commit();
+      ptx::wgmma_wait<kInFlight>();
+      if (step == kInFlight - 1 && before >= 0) release(before);  // its last step is multiplied
+      if (step < kInFlight) {
+        weights.expand(fragments[step + kSteps - kInFlight], s, step + kSteps - kInFlight);
+        continue;
+      }
+      if (k == launch.steps) continue;
+      if (step == kInFlight) {
+        ring.next();
+        wait();
+        weights.load(ring.stage);
+      }
+      weights.expand(fragments[step - kInFlight], ring.stage, step - kInFlight);
+    }
+    before = s;
+  }
+  ring.next();
+  ptx::wgmma_wait<0>();
+#pragma unroll
+  for (auto& piece : sums) ptx::hold_registers(piece);
+  release(before);
+}
+
+/// Products of kCount stages with kPart rows of x from row kFirst on, added to their sums.
+template <int kFirst, int kPart, int kCount, int kPieces, int kEights>
+__device__ __forceinline__ void multiply_part(float (&sums)[kPieces][kEights][4],
+                                              const std::uint64_t (&weight)[kCount],
+                                              const std::uint64_t (&x)[kCount]) {
+  float products[kPart / 8][4];
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int j = 0; j < kCount; ++j)
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const std::uint64_t a = weight[j] + i * kStepBytes / 16;
+      const std::uint64_t b = x[j] + (kFirst * kRowBytes + i * kStepBytes) / 16;
+      if constexpr (kPart == 128) {
+        ptx::WgmmaFp8<128>::mma(products, a, b, j != 0 || i != 0);
+      } else {
+        ptx::WgmmaFew<kPart, std::uint8_t>::shared(products, a, b, j != 0 || i != 0);
+      }
+    }
+  ptx::wgmma_commit();
+  ptx::wgmma_wait<0>();
+  ptx::hold_registers(products);
+#pragma unroll
+  for (int i = 0; i < kPart / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      sums[(kFirst / 8 + i) / kEights][i % kEights][j] += products[i][j];
+}
+
+/// The same of e4m3 by e4m3: the tensor cores keep 14 bits of a sum, so its parts of kCount stages
+/// are added in float32, up to 128 rows of x at a time.
+template <class Tile, int kN, int kCount>
+__device__ __forceinline__ void multiply_codes(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
+                                               Sums<Tile>& sums, const Consumer& me,
+                                               bool in_order) {
+  std::uint64_t x[kCount], weight[kCount];
+  int stages[kCount];
+#pragma unroll
+  for (int j = 0; j < kCount; ++j, ring.next()) {
+    stages[j] = ring.stage;
+    x[j] = ptx::swizzled_operand(shared.x[ring.stage], 16, 8 * kRowBytes);
+    weight[j] = ptx::swizzled_operand(
+        shared.weight[ring.stage] + me.warpgroup * kWarpgroupRows * kRowBytes, 16, 8 * kRowBytes);
+    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+  }
+  if (!in_order) ptx::fence_async_shared();  // x came by ordinary copies
+  multiply_part<0, std::min(kN, 128)>(sums, weight, x);
+  if constexpr (kN > 128) multiply_part<128, kN - 128>(sums, weight, x);
+  if (me.thread == 0)
+#pragma unroll
+    for (int stage : stages) ptx::mbarrier_arrive(&shared.free[stage]);
+}
+
+template <class Tile, int kN>
+__device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
+                                              Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                              const Consumer& me) {
+  if constexpr (Tile::kFp8X) {
+    constexpr int kAddEvery = 2;
+    int k = 0;
+    for (; k + kAddEvery <= launch.steps; k += kAddEvery)
+      multiply_codes<Tile, kN, kAddEvery>(shared, ring, sums, me, launch.in_order);
+    if (k < launch.steps) multiply_codes<Tile, kN, 1>(shared, ring, sums, me, launch.in_order);
+  } else if constexpr (Tile::kExpands && Tile::kRows > kPieceRows) {
+    multiply_expanded<Tile, kN>(launch, shared, ring, sums, me);
+  } else {
+    multiply_stages<Tile, kN>(launch, shared, ring, sums, me);
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ void multiply_rows(const Launch& launch, Shared<Tile>& shared,
+                                              Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                              int rows, const Consumer& me) {
+#pragma unroll
+  for (auto& piece : sums)
+#pragma unroll
+    for (auto& eight : piece)
+#pragma unroll
+      for (float& sum : eight) sum = 0.0f;
+  if constexpr (Tile::kRows == 32) {
+    multiply_tile<Tile, 32>(launch, shared, ring, sums, me);
+  } else {
+    switch (ceil_div(rows, kPieceRows)) {
+      case 1: multiply_tile<Tile, 64>(launch, shared, ring, sums, me); break;
+      case 2: multiply_tile<Tile, 128>(launch, shared, ring, sums, me); break;
+      case 3: multiply_tile<Tile, 192>(launch, shared, ring, sums, me); break;
+      default:
+        if constexpr (Tile::kRows > 192) multiply_tile<Tile, 256>(launch, shared, ring, sums, me);
+    }
+  }
+}
+
+}  // namespace ridgeline::gemm_grouped

@@ -1,0 +1,115 @@
+#pragma once
+#include "device/activation.cuh"
+#include "kernels/gemm_grouped_sm90_multiply.cuh"
+
+/// The way of the sums to y.
+namespace ridgeline::gemm_grouped {
+
+/// The thread's two weight rows: where they are, and their factors.
+template <class T>
+struct RowFactors {
+  float scale[2] = {1.0f, 1.0f}, bias[2] = {};
+
+  __device__ __forceinline__ void load(const GemmParams& p, int expert, const int (&n)[2]) {
+    const bool fp8 = p.weight.format == WeightFormat::kFp8;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      if (n[r] >= p.N) continue;
+      const std::int64_t at = std::int64_t{expert} * p.N + n[r];
+      if (fp8)
+        scale[r] = static_cast<const float*>(
+            p.weight.scales)[p.weight.scale_layout == ScaleLayout::kRow ? at : expert];
+      if (p.bias) bias[r] = device::to_float(static_cast<const T*>(p.bias)[at]);
+    }
+  }
+
+  __device__ __forceinline__ float of(int r, float sum, float x_scale) const {
+    return __fadd_rn(__fmul_rn(__fmul_rn(sum, x_scale), scale[r]), bias[r]);
+  }
+};
+
+/// Up to 64 rows of y from one piece of the sums, through shared memory: 64 columns, or 32 of gates
+/// times their up rows.
+template <class Tile, int kEights>
+__device__ __forceinline__ void store_piece(const Launch& launch, Shared<Tile>& shared,
+                                            const Item& item, int piece,
+                                            const float (&sums)[kEights][4],
+                                            const RowFactors<typename Tile::T>& factors,
+                                            const Consumer& me) {
+  using T = typename Tile::T;
+  const GemmParams& p = launch.grouped.gemm;
+  const bool gated = is_gated(p.activation);
+  auto& out = shared.out[me.warpgroup];
+  const int matrix = me.lane / 8;
+  me.meet();  // the rows before are read; scales of x are there
+  const auto values = [&](int r, int i) {  // of eight rows of x
+    float2 pair{sums[i][2 * r], sums[i][2 * r + 1]};
+    float2 scales{1.0f, 1.0f};
+    if constexpr (Tile::kFp8X)
+      scales = *reinterpret_cast<const float2*>(
+          &shared.x_scale[me.warpgroup][piece * kPieceRows + i * 8 + me.in_quad * 2]);
+    return float2{factors.of(r, pair.x, scales.x), factors.of(r, pair.y, scales.y)};
+  };
+  if (gated) {
+#pragma unroll
+    for (int i = 0; i < kEights; i += 4) {
+      std::uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 gate = values(0, i + j), up = values(1, i + j);
+        packed[j] = pack<T>(__fmul_rn(device::silu<true>(gate.x), up.x),
+                            __fmul_rn(device::silu<true>(gate.y), up.y));
+      }
+      const int m = (i + matrix) * 8 + me.lane % 8;
+      ptx::stmatrix_transposed(&out[m][(me.warp ^ (m % 8)) * 8], packed);
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kEights; i += 2) {
+      std::uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {  // weight rows half j % 2 of eight i + j / 2
+        const float2 pair = values(j % 2, i + j / 2);
+        packed[j] = pack<T>(pair.x, pair.y);
+      }
+      const int m = (i + matrix / 2) * 8 + me.lane % 8;
+      ptx::stmatrix_transposed(&out[m][((me.warp * 2 + matrix % 2) ^ (m % 8)) * 8], packed);
+    }
+  }
+  me.meet();  // the piece is whole
+  const int vectors = gated ? 4 : 8, out_cols = p.out_cols();
+  const int v = me.thread % vectors;
+  const int n = (item.column * Tile::kConsumers + me.warpgroup) * vectors * 8 + v * 8;
+  if (n >= out_cols) return;
+  const int rows = min(item.rows - piece * kPieceRows, kEights * 8);
+  T* y = static_cast<T*>(p.y) + (std::int64_t{item.row0} + piece * kPieceRows) * out_cols + n;
+  for (int m = me.thread / vectors; m < rows; m += kWarpgroup / vectors)
+    *reinterpret_cast<uint4*>(y + std::int64_t{m} * out_cols) =
+        *reinterpret_cast<const uint4*>(&out[m][(v ^ (m % 8)) * 8]);
+}
+
+template <class Tile>
+__device__ __forceinline__ void store_tile(const Launch& launch, Shared<Tile>& shared,
+                                           const Item& item, const Sums<Tile>& sums,
+                                           const RowFactors<typename Tile::T>& factors,
+                                           const Consumer& me) {
+  constexpr int kPieces = ceil_div(Tile::kRows, kPieceRows);
+#pragma unroll
+  for (int piece = 0; piece < kPieces; ++piece)
+    if (piece * kPieceRows < item.rows)
+      store_piece<Tile>(launch, shared, item, piece, sums[piece], factors, me);
+}
+
+/// Rows of y that belong to no expert.
+template <class Tile>
+__device__ __forceinline__ void clear_rows(const Launch& launch, const Shared<Tile>& shared) {
+  const GemmParams& p = launch.grouped.gemm;
+  const std::int64_t per_row = p.out_cols() / 8;
+  const std::int64_t begin = shared.offsets[launch.grouped.experts] * per_row;
+  auto* y = static_cast<uint4*>(p.y);
+  for (std::int64_t i = begin + std::int64_t{blockIdx.x} * Tile::kMultipliers + threadIdx.x;
+       i < p.M * per_row; i += std::int64_t{gridDim.x} * Tile::kMultipliers)
+    y[i] = uint4{};
+}
+
+}  // namespace ridgeline::gemm_grouped
