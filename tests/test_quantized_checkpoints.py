@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,14 @@ from transformers import PreTrainedModel
 import quantized_files
 import tiny_model
 from quantized_files import FORMATS, FileFormat
-from ridgeline import LLM, SamplingParams
+from ridgeline import LLM, SamplingParams, ops
 from ridgeline.models.config import ModelConfig
+from ridgeline.models.expert_linear import (
+    DenseExperts,
+    Fp8ExpertLinear,
+    Int4ExpertLinear,
+    make_experts,
+)
 from ridgeline.models.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, Linear
 from ridgeline.models.loader import LoadOptions, load_decoder
 from ridgeline.models.stored_linear import BlockFp8Linear
@@ -39,6 +46,7 @@ PARTS = {
     "down": ("mlp.down_proj",),
 }
 PROMPT = tiny_model.prompt_of(20)
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(scope="module", params=FORMATS, ids=lambda kind: kind.name)
@@ -288,13 +296,49 @@ def test_experts_in_four_bit_floats(tmp_path: Path):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_quantising_leaves_experts_as_they_are_and_says_so(tmp_path: Path):
+@pytest.mark.parametrize("quantization, kind, bound", [
+    ("fp8", Fp8ExpertLinear, 0.06), ("int4", Int4ExpertLinear, 0.2),
+])  # fmt: skip
+def test_experts_are_quantised(tmp_path: Path, quantization: str, kind: type, bound: float):
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 3}
+    tiny_model.save_model(tmp_path, "mixtral", **sizes)
+    config, options = ModelConfig.from_path(tmp_path), LoadOptions(CPU, torch.float32, 64)
+    plain = load_decoder(config, tmp_path, options).layers[0].experts
+    made = load_decoder(config, tmp_path, replace(options, quantization=quantization))
+    experts = made.layers[0].experts
+    assert isinstance(experts.up, kind) and isinstance(experts.down, kind)
+    x, offsets = torch.randn(9, 128), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    expected = plain.up(x, offsets, None, "silu_mul")
+    actual = experts.up(x, offsets, None, "silu_mul")
+    assert (actual - expected).norm() < bound * expected.norm()
+
+
+def test_stored_experts_keep_their_codes():
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randint(0, 16, (3 * 64, 128), generator=draw).to(torch.uint8)
+    zeros = torch.randint(0, 16, (4, 3 * 64), generator=draw).to(torch.uint8)
+    int4 = GroupedCodes(q, torch.rand(4, 3 * 64, generator=draw), zeros)
+    codes = torch.randn(3 * 64, 128, generator=draw).to(torch.float8_e4m3fn)
+    fp8 = ScaledCodes(codes, torch.rand(3 * 64, generator=draw))
+    x, offsets = torch.randn(9, 128, generator=draw), torch.tensor([0, 4, 4, 9], dtype=torch.int32)
+    for weight, kind in ((int4, Int4ExpertLinear), (fp8, Fp8ExpertLinear)):
+        made, reason = make_experts(weight, None, 3, torch.float32, None)
+        assert isinstance(made, kind) and reason is None
+        dense = weight.dequantize(torch.float32).unflatten(0, (3, -1))
+        inputs = x
+        if kind is Fp8ExpertLinear:
+            taken, scale = ops.quantize_fp8(x, "row")
+            inputs = taken.float() * scale.reshape(-1, 1)
+        expected = ops.grouped_linear(inputs, dense, offsets)
+        torch.testing.assert_close(made(x, offsets, None, None), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_experts_that_cannot_be_quantised_are_kept_and_named(tmp_path: Path):
     tiny_model.save_model(tmp_path, "mixtral", hidden_size=128, num_local_experts=3)
-    options = LoadOptions(torch.device("cpu"), torch.float32, 64, quantization="fp8")
-    with pytest.warns(UserWarning, match="4 matrices .*no product of experts with quantised"):
+    options = LoadOptions(torch.device("cpu"), torch.float32, 64, quantization="int8")
+    with pytest.warns(UserWarning, match="4 matrices .*no product of experts with int8"):
         decoder = load_decoder(ModelConfig.from_path(tmp_path), tmp_path, options)
-    layer = decoder.layers[0]
-    assert isinstance(layer.qkv, Fp8Linear) and layer.experts.up.dtype == torch.float32
+    assert isinstance(decoder.layers[0].experts.up, DenseExperts)
 
 
 def test_symmetric_parts_join_others():

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ridgeline import ops
+from ridgeline.models.expert_linear import ExpertLinear
 from ridgeline.models.linear import DenseLinear
 
 
@@ -20,8 +20,7 @@ class Experts:
 
     Attributes:
         router: ``[experts, hidden]``.
-        up: ``[experts, 2 * inner, hidden]``, gate rows first. down: ``[experts, hidden, inner]``.
-        up_bias, down_bias: ``[experts, rows]``.
+        up: ``[2 * inner, hidden]`` each, gate rows first. down: ``[hidden, inner]``.
         per_token: how many experts a token chooses.
         normalized: their weights sum to one.
         limit: None: ``silu(gate) * up``. Else gpt-oss's: both clamped, ``up`` from below too, then
@@ -29,10 +28,8 @@ class Experts:
     """
 
     router: DenseLinear
-    up: Tensor
-    up_bias: Tensor | None
-    down: Tensor
-    down_bias: Tensor | None
+    up: ExpertLinear
+    down: ExpertLinear
     per_token: int
     normalized: bool
     limit: float | None
@@ -43,12 +40,12 @@ class Experts:
         # Rows in the order of their experts, where each expert's begin, and the way back.
         flat = experts.flatten()
         order = flat.argsort(stable=True)
-        bounds = torch.arange(self.up.shape[0] + 1, device=x.device)
+        bounds = torch.arange(self.up.experts + 1, device=x.device)
         offsets = torch.searchsorted(flat[order], bounds, out_int32=True)
         back = torch.empty_like(order)
         back[order] = torch.arange(len(order), device=x.device)
         hidden = self._activated(x, offsets, (order // self.per_token).int())
-        out = ops.grouped_linear(hidden, self.down, offsets, bias=self.down_bias)
+        out = self.down(hidden, offsets, None, None)
         rows = out[back].unflatten(0, (-1, self.per_token))
         return (rows.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
 
@@ -62,9 +59,7 @@ class Experts:
 
     def _activated(self, x: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
         activation = "silu_mul" if self.limit is None else None
-        hidden = ops.grouped_linear(
-            x, self.up, offsets, rows=rows, bias=self.up_bias, activation=activation
-        )
+        hidden = self.up(x, offsets, rows, activation)
         if self.limit is None:
             return hidden
         gate, up = hidden.chunk(2, -1)

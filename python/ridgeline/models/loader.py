@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder, Layer
+from ridgeline.models.expert_linear import ExpertLinear, make_experts
 from ridgeline.models.experts import Experts
 from ridgeline.models.gguf import GgufCheckpoint, GgufFile
 from ridgeline.models.linear import DenseLinear, Linear, make_linear
@@ -19,7 +20,7 @@ from ridgeline.models.norms import LayerNorm, Norm, RmsNorm
 from ridgeline.models.rope import RopeConfig, cos_sin_table
 from ridgeline.models.stored_linear import stored_linear
 from ridgeline.models.weights import Checkpoint, Parameter, Part, parameters
-from ridgeline.quant.stored import Expanded, Weight, dense, is_finite, stack
+from ridgeline.quant.stored import Weight, dense, is_finite, stack
 
 _RANDOM_STD = 0.02
 
@@ -141,26 +142,23 @@ def _build(
         return take(name) if name in table else None
 
     def experts(name: str) -> Experts:
-        def stacked(kind: str) -> tuple[Tensor, Tensor | None]:
+        def stacked(kind: str) -> ExpertLinear:
             weight = take_stored(f"{name}.{kind}.weight")
-            if options.quantization is not None or not isinstance(weight, Tensor):
-                reason = "there is no product of experts with quantised weights"
-                reason = weight.reason if isinstance(weight, Expanded) else reason
-                expanded.setdefault(reason, []).append(f"{name}.{kind}")
-            values = dense(weight, options.dtype).unflatten(0, (config.num_experts, -1))
             bias = take_if_there(f"{name}.{kind}.bias")
-            return values, None if bias is None else bias.unflatten(0, (config.num_experts, -1))
+            made, reason = make_experts(
+                weight, bias, config.num_experts, options.dtype, options.quantization
+            )
+            if reason is not None:
+                expanded.setdefault(reason, []).append(f"{name}.{kind}")
+            return made
 
         router, bias = take(f"{name}.router.weight"), take_if_there(f"{name}.router.bias")
-        up, up_bias = stacked("expert_up")
-        down, down_bias = stacked("expert_down")
+        up, down = stacked("expert_up"), stacked("expert_down")
         assert config.spec.experts is not None
         return Experts(
             router=DenseLinear(router, bias, options.batch_invariant),
             up=up,
-            up_bias=up_bias,
             down=down,
-            down_bias=down_bias,
             per_token=config.experts_per_token,
             normalized=config.normalized_experts,
             limit=config.spec.experts.limit,

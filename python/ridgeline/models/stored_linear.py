@@ -69,7 +69,7 @@ def stored_linear(
         reason = weight.reason
     elif isinstance(weight, GroupedCodes) and weight.bits == 4:
         try:
-            return Int4Linear(_packed(weight, dtype), bias, batch_invariant), None
+            return Int4Linear(packed_int4(weight, dtype), bias, batch_invariant), None
         except ValueError as error:
             reason = str(error)
     elif isinstance(weight, ScaledCodes):
@@ -85,7 +85,12 @@ def stored_linear(
     return DenseLinear(weight.dequantize(dtype).contiguous(), bias, batch_invariant), reason
 
 
-def _packed(weight: GroupedCodes, dtype: torch.dtype) -> ops.Int4Weight:
+def packed_int4(weight: GroupedCodes, dtype: torch.dtype) -> ops.Int4Weight:
+    """The 4-bit weight in the ops' layout.
+
+    Raises:
+        ValueError: its groups are none that the ops take.
+    """
     zeros = weight.zeros
     if zeros is not None and bool((zeros == 8).all()):
         zeros = None  # what no zero points mean; they would be read for nothing

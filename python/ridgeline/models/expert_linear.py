@@ -1,0 +1,143 @@
+"""Weights of the products of experts behind one interface."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ridgeline import ops
+from ridgeline.models.stored_linear import packed_int4
+from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, Weight, dense
+
+
+class ExpertLinear(Protocol):
+    """``act(x[rows] @ weight.T + bias)``, the weight that of each row's expert.
+
+    ``offsets``, ``rows``, ``activation``: those of ``ops.grouped_linear``.
+    """
+
+    @property
+    def experts(self) -> int: ...
+
+    def __call__(
+        self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
+    ) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class DenseExperts:
+    """The weights as they are: ``[experts, out, in]``."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def experts(self) -> int:
+        return len(self.weight)
+
+    def __call__(
+        self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
+    ) -> Tensor:
+        return ops.grouped_linear(
+            x, self.weight, offsets, rows=rows, bias=self.bias, activation=activation
+        )
+
+
+@dataclass(frozen=True)
+class Int4ExpertLinear:
+    """Four-bit weights with a scale for each group of inputs."""
+
+    weight: ops.Int4Experts
+    bias: Tensor | None
+
+    @property
+    def experts(self) -> int:
+        return len(self.weight.packed)
+
+    def __call__(
+        self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
+    ) -> Tensor:
+        return ops.grouped_int4_linear(
+            x, self.weight, offsets, rows=rows, bias=self.bias, activation=activation
+        )
+
+
+@dataclass(frozen=True)
+class Fp8ExpertLinear:
+    """fp8 weights with a scale for each output, times inputs quantised here, a scale a token."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+
+    @property
+    def experts(self) -> int:
+        return len(self.weight)
+
+    def __call__(
+        self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
+    ) -> Tensor:
+        codes, x_scale = ops.quantize_fp8(x, "row")
+        return ops.grouped_fp8_linear(
+            codes,
+            self.weight,
+            self.scale,
+            offsets,
+            rows=rows,
+            bias=self.bias,
+            x_scale=x_scale,
+            out_dtype=x.dtype,
+            activation=activation,
+        )
+
+
+def make_experts(
+    weight: Weight,
+    bias: Tensor | None,
+    experts: int,
+    dtype: torch.dtype,
+    quantization: str | None,
+) -> tuple[ExpertLinear, str | None]:
+    """Of the rows of all experts, and why they could not be quantised, if they could not."""
+    bias = None if bias is None else bias.unflatten(0, (experts, -1))
+    reason = None
+    try:
+        if isinstance(weight, Tensor):
+            reason = None if quantization is None else "there is no product of experts with int8"
+            if quantization == "int4":
+                return _int4(ops.pack_int4(weight), experts, bias), None
+            if quantization == "fp8":
+                return _fp8(*ops.quantize_fp8(weight, "row"), experts, bias), None
+        elif isinstance(weight, Expanded):
+            reason = weight.reason
+        elif isinstance(weight, GroupedCodes) and weight.bits == 4:
+            return _int4(packed_int4(weight, dtype), experts, bias), None
+        elif isinstance(weight, ScaledCodes) and _is_plain_fp8(weight):
+            return _fp8(weight.codes, weight.scale, experts, bias), None
+        else:
+            reason = "there is no product of experts with 8-bit integers or scales of blocks"
+    except ValueError as error:
+        reason = str(error)
+    return DenseExperts(dense(weight, dtype).unflatten(0, (experts, -1)), bias), reason
+
+
+def _is_plain_fp8(weight: ScaledCodes) -> bool:
+    return weight.block is None and weight.codes.dtype == torch.float8_e4m3fn
+
+
+def _int4(weight: ops.Int4Weight, experts: int, bias: Tensor | None) -> Int4ExpertLinear:
+    of_experts = ops.Int4Experts.from_rows(weight, experts)
+    if of_experts.N % 32 != 0:
+        raise ValueError(f"weight: expected rows divisible by 32, got {of_experts.N} an expert")
+    return Int4ExpertLinear(of_experts, bias)
+
+
+def _fp8(codes: Tensor, scale: Tensor, experts: int, bias: Tensor | None) -> Fp8ExpertLinear:
+    if codes.shape[1] % 16 != 0:
+        raise ValueError(f"weight: expected columns divisible by 16, got {codes.shape[1]}")
+    scale = scale.flatten()
+    scale = scale.expand(experts) if scale.numel() == 1 else scale.unflatten(0, (experts, -1))
+    return Fp8ExpertLinear(codes.unflatten(0, (experts, -1)), scale.contiguous(), bias)
