@@ -155,7 +155,6 @@ struct Launch {
   int group_size;     // query heads a KV head
   int first_sequence, sequences;
   int blocks;  // of the grid
-  int multiprocessors;
   int box_rows, box_shift;  // keys that one copy brings, 1 << box_shift: they lie in one block
   int max_splits;           // of a sequence, ...
   int row_pairs;            // ... and pairs of rows: the shape of the workspace
