@@ -42,18 +42,26 @@ class StepResult:
     """
 
     def __init__(
-        self, tokens: Tensor, logprobs: tuple[Tensor, Tensor] | None, prompt_rows: list[int]
+        self,
+        tokens: Tensor,
+        logprobs: tuple[Tensor, Tensor] | None,
+        prompt_rows: list[int],
+        aside: torch.cuda.Stream | None,
     ) -> None:
+        """``aside``: where tokens on a GPU are copied to the host, beside the step after."""
         self.prompt_rows = prompt_rows
         self._logprobs = logprobs
         self._host_logprobs: tuple[list[list[float]], list[list[int]]] | None = None
         self._done: torch.cuda.Event | None = None
         self._tokens = tokens
-        if tokens.is_cuda:
+        if aside is not None:
             self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
-            self._tokens.copy_(tokens, non_blocking=True)
-            self._done = torch.cuda.Event()
-            self._done.record()
+            aside.wait_stream(torch.cuda.current_stream(tokens.device))
+            tokens.record_stream(aside)
+            with torch.cuda.stream(aside):
+                self._tokens.copy_(tokens, non_blocking=True)
+                self._done = torch.cuda.Event()
+                self._done.record()
 
     def tokens(self) -> list[int]:
         """The sampled token of each logits row."""
@@ -107,6 +115,7 @@ class Runner:
         self.asynchronous = device.type == "cuda"
         # One stream orders all steps, whatever stream or device the caller has chosen.
         self._stream = torch.cuda.current_stream(device) if self.asynchronous else None
+        self._aside = torch.cuda.Stream(device) if self.asynchronous else None
 
     def run(self, batch: engine.Batch) -> StepResult:
         """Launches a step; on a GPU it may still be running when this returns."""
@@ -246,13 +255,15 @@ class Runner:
                 part = logits[first:end]
             positions = step.row_positions[first:end]
             parts.append(self.sampling.sample(part, words, positions, plan, first))
-        tokens = torch.cat([t for t, _ in parts]) if parts else step.row_positions[:0]
+        pieces = [t for t, _ in parts] or [step.row_positions[:0]]
+        tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         self._buffers.last_tokens[:rows].copy_(tokens)
         logprobs = [pair for _, pair in parts if pair is not None]
         joined = None
         if logprobs:
             joined = torch.cat([p for p, _ in logprobs]), torch.cat([i for _, i in logprobs])
-        return StepResult(tokens, joined, list(plan.targets) if plan is not None else [])
+        targets = list(plan.targets) if plan is not None else []
+        return StepResult(tokens, joined, targets, self._aside)
 
 
 class _StepArrays:
