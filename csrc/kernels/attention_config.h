@@ -156,7 +156,7 @@ constexpr bool packs_all(const AttentionParams& p) {
 constexpr std::int32_t kRowSplitKeys = 512;
 constexpr std::int32_t row_split_keys(std::int32_t span) {
   std::int32_t keys = kRowSplitKeys;
-  while (ceil_div(span, keys) > kMaxSplits) keys *= 2;
+  while ((span - 1) / kMaxSplits >= keys) keys *= 2;
   return keys;
 }
 constexpr std::int32_t max_row_splits(std::int32_t max_k) {

@@ -14,7 +14,7 @@ __device__ __forceinline__ int row_blocks(int rows) {
 /// leaves joined by pairs, then pairs of pairs, and so on. An item is `keys` of them, leaves by a
 /// power of two: so a row's bits do not know how many items it was.
 struct Cut {
-  std::int32_t begin, end, leaf, keys, splits;
+  std::int32_t begin = 0, end = 0, leaf = 1, keys = 1, splits = 1;
 };
 
 /// What they see.
@@ -26,24 +26,40 @@ __device__ __forceinline__ config::KeyRange range_of(const AttentionParams& p,
           .end = config::lesser(last.end, s.k_len)};
 }
 
-/// limit: keys of the largest item that is wanted.
+/// Cut into leaves, each an item.
 template <class Tile>
-__device__ __forceinline__ Cut cut_of(const Launch& launch, const config::Sequence& s, int limit) {
+__device__ __forceinline__ Cut leaves_of(const Launch& launch, const config::Sequence& s) {
   const config::KeyRange range = range_of(launch.attention, s);
   const int span = config::greater(range.end - range.begin, 1);
   const int one = launch.one.divide(span - 1) + 1, half = launch.half.divide(span - 1) + 1;
   const int leaf = span <= config::kDecodeWhole
                        ? span
                        : config::decode_keys(one, half, s.q_len * launch.group_size);
-  Cut cut{.begin = range.begin, .end = range.end, .leaf = round_up(leaf, Tile::kKeys)};
-  cut.keys = cut.leaf;
-#pragma unroll
-  for (int level = 0; level < Tile::kLevels; ++level)
-    if (cut.keys < span && 2 * cut.keys <= limit) cut.keys *= 2;
+  const int keys = round_up(leaf, Tile::kKeys);
+  return {.begin = range.begin, .end = range.end, .leaf = keys, .keys = keys};
+}
+
+__device__ __forceinline__ void count_splits(Cut& cut) {
+  const int span = config::greater(cut.end - cut.begin, 1);
   // Exact: the quotient is small, and the correction undoes its rounding.
   cut.splits = static_cast<int>(__fdividef(static_cast<float>(span), static_cast<float>(cut.keys)));
   while (cut.splits * cut.keys < span) ++cut.splits;
   while ((cut.splits - 1) * cut.keys >= span) --cut.splits;
+}
+
+/// limit: keys of the largest item that is wanted.
+template <class Tile>
+__device__ __forceinline__ void grow(Cut& cut, int limit) {
+#pragma unroll
+  for (int level = 0; level < Tile::kLevels; ++level)
+    if (cut.keys < cut.end - cut.begin && 2 * cut.keys <= limit) cut.keys *= 2;
+  count_splits(cut);
+}
+
+template <class Tile>
+__device__ __forceinline__ Cut cut_of(const Launch& launch, const config::Sequence& s, int limit) {
+  Cut cut = leaves_of<Tile>(launch, s);
+  grow<Tile>(cut, limit);
   return cut;
 }
 
@@ -56,31 +72,23 @@ __device__ __forceinline__ int runs_of(const Launch& launch, const config::Seque
 
 /// How much the sequence brings, in tiles of kKeyTile keys.
 template <class Tile>
-__device__ __forceinline__ int load_of(const Launch& launch, const config::Sequence& s) {
-  const config::KeyRange range = range_of(launch.attention, s);
-  return runs_of<Tile>(launch, s) *
-         (config::greater(range.end - range.begin, 0) / config::kKeyTile + 1);
+__device__ __forceinline__ int load_of(int runs, const Cut& cut) {
+  return runs * (config::greater(cut.end - cut.begin, 0) / config::kKeyTile + 1);
 }
 
 /// Keys of the largest item wanted, where sequences bring `load` in all: a block's share and an
 /// eighth, so that equal sequences are one wave.
 __device__ __forceinline__ int item_limit(const Launch& launch, int load) {
   constexpr int kMost = config::kKeyTile * 9 / 8;
-  return load / launch.blocks * kMost + load % launch.blocks * kMost / launch.blocks;
-}
-
-/// How many items the sequence is; those of a KV head and split are its blocks of rows.
-template <class Tile>
-__device__ __forceinline__ int items_of(const Launch& launch, const config::Sequence& s,
-                                        int limit) {
-  const int runs = runs_of<Tile>(launch, s);
-  return runs == 0 ? 0 : cut_of<Tile>(launch, s, limit).splits * runs;
+  const int share = launch.blocks_divisor.divide(load);
+  const int rest = load - share * launch.blocks;
+  return share * kMost + launch.blocks_divisor.divide(rest * kMost);
 }
 
 /// Neighbours are the heads of one split: they share the block table's entries and the scales.
 template <class Tile>
 __device__ __forceinline__ Item item_of(const Launch& launch, const config::Sequence& sequence,
-                                        int limit, int batch, int index) {
+                                        const Cut& cut, int batch, int index) {
   Item item{
       .work = {.sequence = sequence, .batch = batch, .group = launch.group_size}};
   Work& work = item.work;
@@ -89,7 +97,6 @@ __device__ __forceinline__ Item item_of(const Launch& launch, const config::Sequ
   work.first_row = (index - rest * blocks) * Tile::kRows;
   item.split = launch.kv_heads.divide(rest);
   work.kv_head = rest - item.split * launch.attention.kv_heads;
-  const Cut cut = cut_of<Tile>(launch, work.sequence, limit);
   item.leaf = cut.leaf;
   item.splits = cut.splits;
   item.arrivals = cut.splits * blocks;
@@ -98,34 +105,83 @@ __device__ __forceinline__ Item item_of(const Launch& launch, const config::Sequ
   return item;
 }
 
-/// Keys of the largest item wanted. One warp.
+/// How the sequences of a launch become items. One warp; the first sequences stay in its lanes'
+/// registers, for few are all there are where the time until the first copy counts.
 template <class Tile>
-__device__ __forceinline__ int find_limit(const Launch& launch) {
-  int load = 0;
-  for (int b = threadIdx.x % device::kWarpSize; b < launch.sequences; b += device::kWarpSize)
-    load += load_of<Tile>(launch,
-                          config::sequence_of(launch.attention, launch.first_sequence + b));
-  return item_limit(
-      launch, device::from_lane(device::warp_inclusive_sum(load), device::kWarpSize - 1));
-}
+struct Plan {
+  const Launch& launch;
+  const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
+  config::Sequence sequence{};  // number `lane`
+  Cut cut{};
+  int runs = 0;
+  int limit;    // keys of the largest item wanted
+  int all = 0;  // items
+  int batch = 0;  // of the item that was taken last
 
-/// first_items[b]: the number of the first item of sequence b. One warp.
-template <class Tile>
-__device__ __forceinline__ void number_items(const Launch& launch, int limit, int* first_items) {
-  const int lane = threadIdx.x % device::kWarpSize;
-  int before = 0;
-  for (int first = 0; first < launch.sequences; first += device::kWarpSize) {
-    const int b = first + lane;
-    int count = 0;
-    if (b < launch.sequences)
-      count = items_of<Tile>(
-          launch, config::sequence_of(launch.attention, launch.first_sequence + b), limit);
-    const int sum = before + device::warp_inclusive_sum(count);
-    if (b < launch.sequences) first_items[b + 1] = sum;
-    before = device::from_lane(sum, device::kWarpSize - 1);
+  __device__ __forceinline__ config::Sequence sequence_at(int b) const {
+    return config::sequence_of(launch.attention, launch.first_sequence + b);
   }
-  if (lane == 0) first_items[0] = 0;
-  __syncwarp();  // the sums are there
-}
+
+  __device__ __forceinline__ explicit Plan(const Launch& launch) : launch(launch) {
+    int load = 0;
+    if (lane < launch.sequences) {
+      sequence = sequence_at(lane);
+      runs = runs_of<Tile>(launch, sequence);
+      cut = leaves_of<Tile>(launch, sequence);
+      load = load_of<Tile>(runs, cut);
+    }
+    for (int b = lane + device::kWarpSize; b < launch.sequences; b += device::kWarpSize) {
+      const config::Sequence s = sequence_at(b);
+      load += load_of<Tile>(runs_of<Tile>(launch, s), leaves_of<Tile>(launch, s));
+    }
+    limit = item_limit(launch, device::group_sum(load, device::kWarpSize));
+    grow<Tile>(cut, limit);
+  }
+
+  /// first_items[b]: the number of the first item of sequence b.
+  __device__ __forceinline__ void number_items(int* first_items) {
+    for (int first = 0; first < launch.sequences; first += device::kWarpSize) {
+      const int b = first + lane;
+      int count = runs * cut.splits;
+      if (first > 0 && b < launch.sequences) {
+        const config::Sequence s = sequence_at(b);
+        count = runs_of<Tile>(launch, s) * cut_of<Tile>(launch, s, limit).splits;
+      }
+      const int sum = all + device::warp_inclusive_sum(b < launch.sequences ? count : 0);
+      if (b < launch.sequences) first_items[b + 1] = sum;
+      all = device::from_lane(sum, device::kWarpSize - 1);
+    }
+    if (lane == 0) first_items[0] = 0;
+    __syncwarp();  // the sums are there
+  }
+
+  /// Item number `index`, which never falls from call to call.
+  __device__ __forceinline__ Item take(const int* first_items, int index) {
+    if (index >= all) return {};
+    for (int passed = device::kWarpSize; passed == device::kWarpSize;) {
+      const int b = batch + 1 + lane;
+      passed = device::count_lanes(b <= launch.sequences && first_items[b] <= index);
+      batch += passed;
+    }
+    config::Sequence s;
+    Cut c;
+    if (batch < device::kWarpSize) {
+      s = {.q_begin = device::from_lane(sequence.q_begin, batch),
+           .k_begin = device::from_lane(sequence.k_begin, batch),
+           .q_len = device::from_lane(sequence.q_len, batch),
+           .k_len = device::from_lane(sequence.k_len, batch),
+           .k_start = device::from_lane(sequence.k_start, batch)};
+      c = {.begin = device::from_lane(cut.begin, batch),
+           .end = device::from_lane(cut.end, batch),
+           .leaf = device::from_lane(cut.leaf, batch),
+           .keys = device::from_lane(cut.keys, batch),
+           .splits = device::from_lane(cut.splits, batch)};
+    } else {
+      s = sequence_at(batch);
+      c = cut_of<Tile>(launch, s, limit);
+    }
+    return item_of<Tile>(launch, s, c, launch.first_sequence + batch, index - first_items[batch]);
+  }
+};
 
 }  // namespace ridgeline::attention_decode

@@ -35,13 +35,9 @@ template <class Tile>
 __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shared) {
   WarpState<Tile> warp{launch, shared};
   typename WarpState<Tile>::Parts parts;
-  Ring<Tile::kStages> ring;
+  Place<Tile> place;
   Ring<kItems> items, before;
-  int buffer = 0, totals = 0;
   bool follows = false;
-  const auto free_stage = [&](int stage) {
-    if (warp.lane == 0) ptx::mbarrier_arrive(&shared.free[stage]);
-  };
   for (;; items.next()) {
     ptx::mbarrier_wait(&shared.described[items.place], items.parity);
     const Item& item = shared.items[items.place];
@@ -49,33 +45,7 @@ __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shar
     if (!ends) {
       ptx::mbarrier_wait(&shared.fetched[items.place], items.parity);
       warp.begin(item, items.place);
-      // An arrival does not wait for loads of shared memory that are on their way. So a stage is
-      // given back once later work has used what was loaded from it: keys when weights are stored,
-      // values with the keys after them, or when the sums are stored.
-      int held = -1;
-      int n = item.keys.begin, leaf = 0;
-      do {
-        const int end = config::lesser(n + item.leaf, item.keys.end);
-        warp.begin_leaf();
-        for (bool is_first = true; n < end; n += Tile::kKeys, buffer ^= 1, is_first = false) {
-          typename WarpState<Tile>::Scores scores;
-          const int keys = ring.place;
-          ptx::mbarrier_wait(&shared.full[keys], ring.parity);
-          warp.score_keys(item, keys, n, scores);
-          ring.next();
-          ptx::mbarrier_wait(&shared.full[ring.place], ring.parity);
-          if (!warp.all_live(n)) warp.clear_unused_values(ring.place, n);
-          warp.weigh(item, ring.place, n, buffer, scores, is_first);
-          free_stage(keys);
-          if (held >= 0) free_stage(held);
-          warp.add_values(ring.place, buffer);
-          held = ring.place;
-          ring.next();
-        }
-        warp.end_leaf(leaf++, n >= item.keys.end, parts, shared.totals[totals]);
-        totals ^= 1;
-      } while (n < item.keys.end);
-      if (held >= 0) free_stage(held);
+      gather<Tile>(item, warp, parts, place);
       store_item<Tile>(launch, item, items.place, warp);
       ptx::fence_block();  // its share comes before its arrival
       __syncwarp();  // the warp has stored its share
@@ -107,8 +77,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<Shared<Tile>*>(memory);
   // Dependents that were asked for now would take places by twos on the SMs whose blocks end first,
-  // and the kernels after them in the chain too: they are let go as blocks end. H200, a token of 8B
-  // shapes in bf16: 5.57 ms, and 4.20 so.
+  // and the kernels after them in the chain too: they are let go as blocks end, or by make_room().
+  // H200, a token of 8B shapes in bf16: 5.57 ms, and 4.20 so.
   if (launch.attention.counters == nullptr) ptx::launch_dependents();
   if (threadIdx.x == 0) {
     shared.make_barriers();
@@ -152,7 +122,8 @@ __global__ void __launch_bounds__(kConsumerThreads)
             .kv_head = static_cast<int>(blockIdx.x) % p.kv_heads,
             .group = launch.group_size};
   work.rows = work.sequence.q_len * work.group;
-  const int splits = cut_of<Tile>(launch, work.sequence, find_limit<Tile>(launch)).splits;
+  const int limit = Plan<Tile>(launch).limit;
+  const int splits = cut_of<Tile>(launch, work.sequence, limit).splits;
   if (splits > 1 && config::is_split(p, work.sequence.q_len))
     merge_splits<Tile>(launch, work, splits, weights);
 #endif
@@ -188,13 +159,16 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
   launch.guesses = p.block_tables != nullptr && p.max_q == 1 && p.k_start == nullptr &&
                    p.seq_lens != nullptr && !p.leaves_shared &&
                    p.batch <= device::kWarpSize;
-  const int most_blocks = 2 * device::multiprocessors();
+  launch.multiprocessors = device::multiprocessors();
+  const std::int64_t most_blocks = 2 * launch.multiprocessors;
+  const std::int64_t least_blocks = p.counters != nullptr ? launch.multiprocessors : 1;
   for (int first = 0; first == 0 || first < p.batch; first += kMaxSequences) {
     launch.first_sequence = first;
     launch.sequences = std::min(p.batch - first, kMaxSequences);
     const std::int64_t items = std::int64_t{launch.sequences} * p.kv_heads * launch.max_splits *
                                ceil_div(rows, Tile::kRows);
-    launch.blocks = static_cast<int>(std::clamp<std::int64_t>(items, 1, most_blocks));
+    launch.blocks = static_cast<int>(std::clamp(items, least_blocks, most_blocks));
+    launch.blocks_divisor = Divisor::of(launch.blocks);
     device::launch_chained<decode_sm90_kernel<Tile>>(dim3(launch.blocks), dim3(kThreads),
                                                      sizeof(Shared<Tile>), stream, launch,
                                                      "attention");

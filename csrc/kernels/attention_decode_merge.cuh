@@ -1,8 +1,55 @@
 #pragma once
 #include "kernels/attention_decode_warp.cuh"
 
-/// Where the sums of an item go, and how those of several splits become a row.
+/// How an item's sums are gathered, where they go, and how those of several splits become a row.
 namespace ridgeline::attention_decode {
+
+/// Where the warps that multiply are in the run of tiles.
+template <class Tile>
+struct Place {
+  Ring<Tile::kStages> ring;
+  int buffer = 0, totals = 0;  // of weights; of totals
+};
+
+/// All leaves of an item, joined. By the warps that multiply.
+template <class Tile>
+__device__ __forceinline__ void gather(const Item& item, WarpState<Tile>& warp,
+                                       typename WarpState<Tile>::Parts& parts,
+                                       Place<Tile>& place) {
+  Shared<Tile>& shared = warp.shared;
+  const auto free_stage = [&](int stage) {
+    if (warp.lane == 0) ptx::mbarrier_arrive(&shared.free[stage]);
+  };
+  // An arrival does not wait for loads of shared memory that are on their way. So a stage is given
+  // back once later work has used what was loaded from it: keys when weights are stored, values
+  // with the keys after them, or when the sums are stored.
+  int held = -1;
+  int n = item.keys.begin, leaf = 0;
+  do {
+    const int end = config::lesser(n + item.leaf, item.keys.end);
+    warp.begin_leaf();
+    for (bool is_first = true; n < end;
+         n += Tile::kKeys, place.buffer ^= 1, is_first = false) {
+      typename WarpState<Tile>::Scores scores;
+      const int keys = place.ring.place;
+      ptx::mbarrier_wait(&shared.full[keys], place.ring.parity);
+      warp.score_keys(item, keys, n, scores);
+      place.ring.next();
+      const int values = place.ring.place;
+      ptx::mbarrier_wait(&shared.full[values], place.ring.parity);
+      if (!warp.all_live(n)) warp.clear_unused_values(values, n);
+      warp.weigh(item, values, n, place.buffer, scores, is_first);
+      free_stage(keys);
+      if (held >= 0) free_stage(held);
+      warp.add_values(values, place.buffer);
+      held = values;
+      place.ring.next();
+    }
+    warp.end_leaf(leaf++, n >= item.keys.end, parts, shared.totals[place.totals]);
+    place.totals ^= 1;
+  } while (n < item.keys.end);
+  if (held >= 0) free_stage(held);
+}
 
 /// The results of splits: sums in the order of the accumulators (a float4 holds two columns of two
 /// rows; columns of a pair of rows follow each other), and apart each row's base and total.

@@ -63,20 +63,25 @@ __device__ __forceinline__ void prefetch_guess(const Launch& launch, int index) 
   const AttentionParams& p = launch.attention;
   const int lane = threadIdx.x % device::kWarpSize;
   config::Sequence s{.q_len = p.max_q};
-  const bool valid = lane < launch.sequences;
-  if (valid) {
+  Cut cut{};
+  int load = 0, runs = 0;
+  if (lane < launch.sequences) {
     const int length = ptx::load_from_l2(p.seq_lens + launch.first_sequence + lane);
     s.k_len = static_cast<int>(config::clamped(length, 0, p.max_k));
+    runs = runs_of<Tile>(launch, s);
+    cut = leaves_of<Tile>(launch, s);
+    load = load_of<Tile>(runs, cut);
   }
-  const int load = device::warp_inclusive_sum(valid ? load_of<Tile>(launch, s) : 0);
-  const int limit = item_limit(launch, device::from_lane(load, device::kWarpSize - 1));
-  const int count = valid ? items_of<Tile>(launch, s, limit) : 0;
+  const int limit = item_limit(launch, device::group_sum(load, device::kWarpSize));
+  grow<Tile>(cut, limit);
+  const int count = runs * cut.splits;
   const int sum = device::warp_inclusive_sum(count);
   const int owner = device::count_lanes(sum <= index);
   if (owner == device::kWarpSize) return;
   s.k_len = device::from_lane(s.k_len, owner);
-  const Item item = item_of<Tile>(launch, s, limit, launch.first_sequence + owner,
-                                  index - device::from_lane(sum - count, owner));
+  const Item item =
+      item_of<Tile>(launch, s, cut_of<Tile>(launch, s, limit), launch.first_sequence + owner,
+                    index - device::from_lane(sum - count, owner));
   const std::int32_t* table = p.block_tables + item.work.batch * p.stride_table;
   const std::uint64_t policy = ptx::evict_first();
   for (int tile = 0; tile < Tile::kStages / 2; ++tile) {
@@ -121,104 +126,127 @@ __device__ __forceinline__ void request_scales(const Launch& launch, const Sourc
   ptx::mbarrier_arrive_after_copies(&shared.full[stage]);
 }
 
+/// The item and where its rows go, for the warps that multiply. One warp.
+template <class Tile>
+__device__ __forceinline__ void describe(const Launch& launch, const Item& item, int place,
+                                         Shared<Tile>& shared) {
+  const int lane = threadIdx.x % device::kWarpSize;
+  if (lane < Tile::kRows)
+    shared.ends[place][lane] = ends_of_row(launch, item.work, item.work.first_row + lane);
+  if (lane == 0) shared.items[place] = item;
+  __syncwarp();  // the item is described
+  if (lane == 0) ptx::mbarrier_arrive(&shared.described[place]);
+}
+
+/// Brings tiles of an item: keys, then values. One warp.
+template <class Tile>
+struct Bringer {
+  const Launch& launch;
+  Shared<Tile>& shared;
+  const AttentionParams& p = launch.attention;
+  const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
+  const int box_bytes = launch.box_rows * Tile::kPartBytes;
+  const int offset = lane % Tile::kParts * Tile::kPartSpan +
+                     lane / Tile::kParts * launch.box_rows * Tile::kPartBytes;
+  const std::uint64_t policy = ptx::evict_first();
+  const Source sources[2] = {
+      {&launch.k, p.k_scale, p.stride_ks_batch, p.stride_ks_row, p.stride_ks_head},
+      {&launch.v, p.v_scale, p.stride_vs_batch, p.stride_vs_row, p.stride_vs_head}};
+  // More of them on their way make the memory slower. H200, bf16, 32 sequences of 8k keys: 258 us,
+  // and 248 so.
+  static constexpr int kInFlight = kFlightBytes / Tile::kBytes;
+  static_assert(kInFlight < Tile::kStages, "a stage that has landed is not yet asked for again");
+  Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
+  Ring<Tile::kStages> landed;
+  int requested = 0;
+  int first_entry, entry;  // of an item's block table, one a lane, from first_entry on
+
+  /// Those from key n on.
+  __device__ __forceinline__ void load_entries(int batch, int n) {
+    first_entry = launch.block_size.divide(n);
+    entry = 0;
+    const int i = first_entry + lane;
+    if (p.block_tables != nullptr && i < p.max_blocks)
+      entry = launch.copies_tables ? shared.tables[batch * p.max_blocks + i]
+                                   : ptx::load_from_l2(p.block_tables + batch * p.stride_table + i);
+  }
+
+  /// The tile at key n.
+  __device__ __forceinline__ void bring(const Item& item, int n) {
+    if (launch.block_size.divide(n + Tile::kKeys - 1) - first_entry >= device::kWarpSize)
+      load_entries(item.work.batch, n);
+    const Box box = find_box<Tile>(launch, item, n, [&](int i, bool wanted) {
+      const int block = device::from_lane(entry, (i - first_entry) % device::kWarpSize);
+      return wanted ? block : 0;
+    });
+    const int boxes = device::count_lanes(box.wanted);
+    [[maybe_unused]] const int keys = config::lesser(Tile::kKeys, item.keys.end - n);
+#pragma unroll
+    for (const Source& source : sources) {
+      std::uint64_t* full = &shared.full[ring.place];
+      ptx::mbarrier_wait(&shared.free[ring.place], ring.parity);
+      if (++requested > kInFlight) {
+        ptx::mbarrier_wait(&shared.full[landed.place], landed.parity);
+        landed.next();
+      }
+      if (lane == 0) ptx::mbarrier_expect(full, boxes * box_bytes);
+      __syncwarp();  // the bytes are expected before the first can come
+      if (box.wanted)
+        ptx::copy_tensor_4d(shared.stages[ring.place] + offset, source.map, full,
+                            column_of_lane<Tile>(), box.slot_row, item.work.kv_head,
+                            box.slot_batch, policy);
+      if constexpr (Tile::kQuantised)
+        request_scales<Tile>(launch, source, item.work.kv_head, keys, box, shared, ring.place);
+      ring.next();
+    }
+  }
+};
+
+/// Few items: a block an SM, the first to have come to it, stays, item or none, while its second
+/// leaves its place to a block of the dependent, which requests weights while this kernel works.
+/// Where idle ones did not stay, dependents would stack on their SMs. H200, one token of 8B shapes
+/// (a chain of its products and a stand-in for attention): bf16 3.69 ms, so 3.58; int4 1.55, 1.42.
+__device__ __forceinline__ void make_room(const Launch& launch, int items) {
+  constexpr int kCycles = 1500;  // from 0.5 us on, in which dependents are placed, any is as good
+  ptx::launch_dependents();
+  const int block = static_cast<int>(blockIdx.x);
+  if (block < items || block >= launch.multiprocessors) return;
+  for (const auto start = clock64(); clock64() - start < kCycles;) __nanosleep(100);
+}
+
 /// The warp that plans this block's items and brings their tiles: keys, then values. What it asks
 /// of memory for the next item is on its way while it brings the tiles of this one.
 template <class Tile>
 __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared) {
   const AttentionParams& p = launch.attention;
   const int lane = threadIdx.x % device::kWarpSize;
-  const int part = lane % Tile::kParts, first = lane / Tile::kParts * launch.box_rows;
-  const int box_bytes = launch.box_rows * Tile::kPartBytes;
-  const int offset = part * Tile::kPartSpan + first * Tile::kPartBytes;
-  const std::uint64_t policy = ptx::evict_first();
-  const Source keys_source{&launch.k, p.k_scale, p.stride_ks_batch, p.stride_ks_row,
-                           p.stride_ks_head};
-  const Source values_source{&launch.v, p.v_scale, p.stride_vs_batch, p.stride_vs_row,
-                             p.stride_vs_head};
   if (launch.copies_tables) request_tables<Tile>(launch, shared);
-  const int limit = find_limit<Tile>(launch);
-  number_items<Tile>(launch, limit, shared.first_items);
-  const int all = shared.first_items[launch.sequences], blocks = static_cast<int>(gridDim.x);
+  Plan<Tile> plan(launch);
+  plan.number_items(shared.first_items);
+  const int all = plan.all, blocks = static_cast<int>(gridDim.x);
   // Items after a block's first are dealt as blocks come to their last tiles: a block that joins
   // splits falls behind, and would else be the last to arrive, and join, ever again. H200, bf16,
   // 128 sequences of 4k keys: 793 us, and 555 dealt.
   const bool deals = p.counters != nullptr && all > blocks;
-  int batch = 0;
-  const auto plan = [&](int index) {
-    if (index >= all) return Item{};
-    for (int passed = device::kWarpSize; passed == device::kWarpSize;) {
-      const int b = batch + 1 + lane;
-      passed = device::count_lanes(b <= launch.sequences && shared.first_items[b] <= index);
-      batch += passed;
-    }
-    const int b = launch.first_sequence + batch;
-    return item_of<Tile>(launch, config::sequence_of(p, b), limit, b,
-                         index - shared.first_items[batch]);
-  };
-  // Entries of an item's block table, one a lane, from entry `from` on.
-  struct Entries {
-    int from, entry;
-  };
-  const auto load_entries = [&](const Item& item, int n) {
-    Entries entries{.from = launch.block_size.divide(n), .entry = 0};
-    const int i = entries.from + lane;
-    if (p.block_tables != nullptr && i < p.max_blocks)
-      entries.entry = launch.copies_tables
-                          ? shared.tables[item.work.batch * p.max_blocks + i]
-                          : p.block_tables[item.work.batch * p.stride_table + i];
-    return entries;
-  };
-  Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
-  // More of them on their way make the memory slower. H200, bf16, 32 sequences of 8k keys: 258 us,
-  // and 248 so.
-  constexpr int kInFlight = kFlightBytes / Tile::kBytes;
-  static_assert(kInFlight < Tile::kStages, "a stage that has landed is not yet asked for again");
-  Ring<Tile::kStages> landed;
-  int requested = 0;
+  if (p.counters != nullptr && all <= launch.multiprocessors) make_room(launch, all);
+  Bringer<Tile> bringer{launch, shared};
   Ring<kItems> items{.parity = 1};
   int index = static_cast<int>(blockIdx.x);
-  Item item = plan(index);
+  Item item = plan.take(shared.first_items, index);
   if (launch.copies_tables) {
     ptx::wait_copies<0>();
     __syncwarp();  // the block tables are there
   }
-  Entries entries = load_entries(item, item.keys.begin);
+  bringer.load_entries(item.work.batch, item.keys.begin);
   for (;; items.next()) {
-    ptx::mbarrier_wait(&shared.released[items.place], items.parity);
-    if (lane < Tile::kRows)
-      shared.ends[items.place][lane] = ends_of_row(launch, item.work, item.work.first_row + lane);
-    if (lane == 0) shared.items[items.place] = item;
-    __syncwarp();  // the item is described
-    if (lane == 0) ptx::mbarrier_arrive(&shared.described[items.place]);
-    if (item.splits == 0) break;
-    const auto bring = [&](int n) {
-      if (launch.block_size.divide(n + Tile::kKeys - 1) - entries.from >= device::kWarpSize)
-        entries = load_entries(item, n);
-      const Box box = find_box<Tile>(launch, item, n, [&](int i, bool wanted) {
-        const int block = device::from_lane(entries.entry, (i - entries.from) % device::kWarpSize);
-        return wanted ? block : 0;
-      });
-      const int boxes = device::count_lanes(box.wanted);
-      [[maybe_unused]] const int keys = config::lesser(Tile::kKeys, item.keys.end - n);
-#pragma unroll
-      for (const Source& source : {keys_source, values_source}) {
-        std::uint64_t* full = &shared.full[ring.place];
-        ptx::mbarrier_wait(&shared.free[ring.place], ring.parity);
-        if (++requested > kInFlight) {
-          ptx::mbarrier_wait(&shared.full[landed.place], landed.parity);
-          landed.next();
-        }
-        if (lane == 0) ptx::mbarrier_expect(full, boxes * box_bytes);
-        __syncwarp();  // the bytes are expected before the first can come
-        if (box.wanted)
-          ptx::copy_tensor_4d(shared.stages[ring.place] + offset, source.map, full,
-                              column_of_lane<Tile>(), box.slot_row, item.work.kv_head,
-                              box.slot_batch, policy);
-        if constexpr (Tile::kQuantised)
-          request_scales<Tile>(launch, source, item.work.kv_head, keys, box, shared, ring.place);
-        ring.next();
-      }
+    const auto announce = [&] {
+      ptx::mbarrier_wait(&shared.released[items.place], items.parity);
+      describe<Tile>(launch, item, items.place, shared);
     };
+    if (item.splits == 0) {
+      announce();
+      break;
+    }
     int dealt = 0;
     bool asks = deals;
     for (int n = item.keys.begin;; n += Tile::kKeys) {
@@ -227,8 +255,9 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
         asks = false;
         if (lane == 0) dealt = atomicAdd(dealt_items(p), 1);
       }
-      if (left > 0) bring(n);
+      if (left > 0) bringer.bring(item, n);
       if (n == item.keys.begin) {
+        announce();
         if constexpr (Tile::kSharesQueries)
           request_queries<Tile>(launch, item.work, shared.queries[items.place]);
         ptx::mbarrier_arrive_after_copies(&shared.fetched[items.place]);
@@ -238,8 +267,8 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
     __syncwarp();  // the lanes are done with the item
     if (lane == 0) ptx::mbarrier_arrive(&shared.released[items.place]);
     index = deals ? blocks + device::from_lane(dealt, 0) : index + blocks;
-    item = plan(index);
-    entries = load_entries(item, item.keys.begin);
+    item = plan.take(shared.first_items, index);
+    bringer.load_entries(item.work.batch, item.keys.begin);
   }
   // The last block to end leaves zeros behind.
   if (lane == 0 && deals &&

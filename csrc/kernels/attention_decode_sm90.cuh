@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "common/math.h"
+#include "device/divisor.cuh"
 #include "device/ptx/async_copy.cuh"
 #include "device/ptx/global_order.cuh"
 #include "device/ptx/mbarrier.cuh"
@@ -16,6 +17,7 @@ namespace ridgeline::attention_decode {
 
 namespace config = attention_config;
 using attention_tile::Work;
+using device::Divisor;
 
 // ---- Constants ----------------------------------------------------------------------------------
 
@@ -131,22 +133,6 @@ struct Shared {
   }
 };
 
-/// Division by a number that the host knows, of numbers below 2^31.
-struct Divisor {
-  std::uint32_t factor, shift;
-
-  static Divisor of(std::uint32_t value) {
-    std::uint32_t shift = 0;
-    while ((std::uint64_t{1} << shift) < value) ++shift;
-    const std::uint64_t excess = (std::uint64_t{1} << shift) - value;
-    return {static_cast<std::uint32_t>((excess << 32) / value + 1), shift};
-  }
-  __device__ __forceinline__ int divide(int number) const {
-    const auto n = static_cast<std::uint32_t>(number);
-    return static_cast<int>((__umulhi(n, factor) + n) >> shift);
-  }
-};
-
 struct Launch {
   AttentionParams attention;
   CUtensorMap k, v;
@@ -154,7 +140,9 @@ struct Launch {
   Divisor one, half;  // the splits of kDecodeItems, and of twice as many items
   int group_size;     // query heads a KV head
   int first_sequence, sequences;
-  int blocks;  // of the grid
+  int blocks;             // of the grid, ...
+  Divisor blocks_divisor;  // ... and what divides by them
+  int multiprocessors;
   int box_rows, box_shift;  // keys that one copy brings, 1 << box_shift: they lie in one block
   int max_splits;           // of a sequence, ...
   int row_pairs;            // ... and pairs of rows: the shape of the workspace

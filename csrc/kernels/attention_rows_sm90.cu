@@ -141,6 +141,8 @@ template <class Tile>
 Launch launch_of(const AttentionParams& p, const void* workspace) {
   Launch launch{.attention = p};
   launch.group = p.heads / p.kv_heads;
+  launch.kv_heads = device::Divisor::of(p.kv_heads);
+  launch.block_size = device::Divisor::of(std::max(p.block_size, 1));
   const std::int64_t tokens = Tile::kCommon ? config::tokens(p) : p.max_q;
   launch.queries = static_cast<int>(std::min<std::int64_t>(Tile::kRows / launch.group, tokens));
   launch.box_rows = p.block_tables ? std::gcd(p.block_size, kKeys) : kKeys;

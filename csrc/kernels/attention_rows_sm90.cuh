@@ -1,4 +1,5 @@
 #pragma once
+#include "device/divisor.cuh"
 #include "device/ptx/global_order.cuh"
 #include "kernels/attention_sm90.cuh"
 
@@ -51,6 +52,7 @@ struct Item {
 struct Launch {
   AttentionParams attention;
   CUtensorMap q, k, v;
+  device::Divisor kv_heads, block_size;
   int box_rows, boxes;  // keys that one copy brings, and the copies of a tile of keys
   int group;            // query heads a KV head
   int queries;          // tokens of a tile of rows
@@ -104,7 +106,7 @@ __device__ __forceinline__ Cut cut_of(const AttentionParams& p, const config::Se
   Cut cut{.begin = first.begin / kKeys * kKeys, .end = config::lesser(last.end, s.k_len)};
   const int span = config::greater(cut.end - cut.begin, 1);
   cut.keys = config::row_split_keys(span);
-  cut.splits = ceil_div(span, cut.keys);
+  cut.splits = (span + cut.keys - 1) >> (31 - __clz(cut.keys));  // a power of two
   return cut;
 }
 
@@ -115,15 +117,19 @@ struct Planner {
   Shared<Tile>& shared;
   int share, before, count;  // sequences a lane; items before this lane's, and its own
   int total;
+  config::Sequence sequence;  // that this lane looked at last: its only one, where there are few
+  Cut cut;
   config::KeyRange live;  // of the common keys: what some sequence owns
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
 
-  __device__ __forceinline__ int items_of(int batch) const {
+  /// Looks at a sequence: its items.
+  __device__ __forceinline__ int look(int batch) {
     const AttentionParams& p = launch.attention;
-    const config::Sequence s = config::sequence_of(p, batch);
-    if (!config::is_packed(p, s.q_len, launch.least_rows)) return 0;
-    return cut_of(p, s).splits * p.kv_heads;
+    sequence = config::sequence_of(p, batch);
+    if (!config::is_packed(p, sequence.q_len, launch.least_rows)) return 0;
+    cut = cut_of(p, sequence);
+    return cut.splits * p.kv_heads;
   }
 
   __device__ __forceinline__ void begin() {
@@ -138,7 +144,7 @@ struct Planner {
         live.begin = config::lesser(live.begin, s.k_start);
         live.end = config::greater(live.end, config::lesser(s.k_len, p.shared_keys));
       } else {
-        count += items_of(b);
+        count += look(b);
       }
     }
     if constexpr (Tile::kCommon) {
@@ -156,10 +162,10 @@ struct Planner {
     const AttentionParams& p = launch.attention;
     const int tokens = launch.max_rows / launch.group, rest = index / launch.tiles;
     const int first = index % launch.tiles * launch.queries;
-    const int keys = config::common_split_keys(p.shared_keys), split = rest / p.kv_heads;
+    const int keys = config::common_split_keys(p.shared_keys), split = launch.kv_heads.divide(rest);
     return {.work = {.sequence = {.q_begin = first},
                      .batch = 0,
-                     .kv_head = rest % p.kv_heads,
+                     .kv_head = rest - split * p.kv_heads,
                      .group = launch.group,
                      .first_row = first * launch.group,
                      .rows = min(launch.queries, tokens - first) * launch.group},
@@ -169,22 +175,19 @@ struct Planner {
             .splits = launch.max_splits};
   }
 
-  /// Neighbours are the heads of one split: they share the block table's entries.
+  /// Of the sequence that was looked at. Neighbours are the heads of one split: they share the
+  /// block table's entries.
   __device__ __forceinline__ Item own_item(int batch, int index) const {
-    const AttentionParams& p = launch.attention;
-    Item item{.work = {.sequence = config::sequence_of(p, batch),
-                       .batch = batch,
-                       .kv_head = index % p.kv_heads,
-                       .group = launch.group}};
-    const config::Sequence& s = item.work.sequence;
-    item.work.rows = s.q_len * launch.group;
-    const Cut cut = cut_of(p, s);
-    item.split = index / p.kv_heads;
-    item.splits = cut.splits;
-    item.keys.begin = cut.begin + item.split * cut.keys;
-    item.keys.end = config::lesser(item.keys.begin + cut.keys, cut.end);
-    item.live = {s.k_start, s.k_len};
-    return item;
+    const int split = launch.kv_heads.divide(index), begin = cut.begin + split * cut.keys;
+    return {.work = {.sequence = sequence,
+                     .batch = batch,
+                     .kv_head = index - split * launch.attention.kv_heads,
+                     .group = launch.group,
+                     .rows = sequence.q_len * launch.group},
+            .keys = {begin, config::lesser(begin + cut.keys, cut.end)},
+            .live = {sequence.k_start, sequence.k_len},
+            .split = split,
+            .splits = cut.splits};
   }
 
   /// Describes item number `index`; whichever lane knows its sequence writes it.
@@ -197,7 +200,8 @@ struct Planner {
       if (lane() == 0) to = common_item(index);
     } else if (index >= before && index < before + count) {
       int batch = lane() * share, rest = index - before;
-      for (int items; rest >= (items = items_of(batch)); ++batch) rest -= items;
+      if (share > 1)
+        for (int items; rest >= (items = look(batch)); ++batch) rest -= items;
       to = own_item(batch, rest);
     }
     __syncwarp();  // the item is written: lane 0 requests its queries
@@ -252,9 +256,14 @@ struct Bringer {
   __device__ __forceinline__ Place place_of(const Work& work, int n) const {
     const AttentionParams& p = launch.attention;
     if (box() >= launch.boxes) return {};
-    const auto slot =
-        attention_tile::slot_of(p, work, n + box() / Tile::kParts * launch.box_rows);
-    return {static_cast<int>(slot.row), p.cu_k != nullptr ? 0 : static_cast<int>(slot.batch)};
+    n += box() / Tile::kParts * launch.box_rows;
+    if (p.block_tables == nullptr)
+      return {static_cast<int>(work.sequence.k_begin) + n, p.cu_k != nullptr ? 0 : work.batch};
+    const int index = launch.block_size.divide(n);
+    int block = 0;  // block 0 stands in for ids out of range
+    if (index < p.max_blocks) block = p.block_tables[work.batch * p.stride_table + index];
+    if (static_cast<unsigned>(block) >= static_cast<unsigned>(p.num_blocks)) block = 0;
+    return {n - index * p.block_size, block};
   }
 
   __device__ __forceinline__ void request(const Place& place, int kv_head, const CUtensorMap& map) {
