@@ -2,6 +2,7 @@
 
 from ridgeline import _loader as _loader
 from ridgeline import integrations, nn, ops
+from ridgeline._advise import Advice, advise_quantization
 from ridgeline._debug import debug_checks
 from ridgeline._explain import Explanation, explain
 from ridgeline._info import info
@@ -22,6 +23,7 @@ from ridgeline.sampling_params import SamplingParams
 
 __all__ = [
     "LLM",
+    "Advice",
     "CompletionOutput",
     "Explanation",
     "Logprob",
@@ -34,6 +36,7 @@ __all__ = [
     "Stats",
     "StreamOutput",
     "__version__",
+    "advise_quantization",
     "debug_checks",
     "explain",
     "info",

@@ -1,0 +1,151 @@
+"""Which quantisation pays at which number of rows, from the machine's roofs: before any is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ridgeline import ops
+from ridgeline.roofline.cost import Cost, op_cost
+from ridgeline.roofline.machine import Roofs, measure_roofs
+
+Shape = tuple[int, int]
+_GROUP, _MOST_ROWS = 128, 1 << 16
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Predicted times of all products of a model.
+
+    Attributes:
+        machine: whose roofs were taken.
+        rows: the numbers of rows (tokens of a step) looked at.
+        microseconds: scheme -> the sum of all products' floors, one value a number of rows.
+        pays_below: scheme -> the number of rows from which on it is no faster than "16 bits";
+            None: it always is.
+    """
+
+    machine: str
+    rows: tuple[int, ...]
+    microseconds: dict[str, tuple[float, ...]]
+    pays_below: dict[str, int | None]
+
+    def best(self, rows: int) -> str:
+        """The scheme of the least time at one of ``rows``; of equal ones the widest."""
+        at = self.rows.index(rows)
+        return min(self.microseconds, key=lambda name: round(self.microseconds[name][at], 3))
+
+    def __str__(self) -> str:
+        names = list(self.microseconds)
+        lines = [f"{self.machine}: floors of all products, us", _line("rows", names)]
+        for i, rows in enumerate(self.rows):
+            lines.append(_line(str(rows), [f"{self.microseconds[n][i]:.1f}" for n in names]))
+        ends = [self.pays_below.get(name) for name in names]
+        lines.append(_line("pays below", ["-" if end is None else str(end) for end in ends]))
+        return "\n".join(lines)
+
+
+def advise_quantization(
+    model_or_shapes: nn.Module | Iterable[Shape],
+    rows: Sequence[int] = (1, 8, 32, 64, 128, 256, 1024, 8192),
+    *,
+    roofs: Roofs | None = None,
+) -> Advice:
+    """Predicts what each scheme makes of a model's matrix products, without running one.
+
+    A product takes at least the longer of its bytes at the read roof and its operations at the
+    roof of its unit. A quantised weight has fewer bytes; its unit may be faster too. So a scheme
+    that shrinks weights alone stops paying where the products become compute-bound; one that also
+    multiplies in 8 bits does not. Kernels stay above these floors: ``benchmarks/bench_gemm.py``
+    has both side by side.
+
+    Args:
+        model_or_shapes: a module tree, of which all ``nn.Linear`` count, or ``(N, K)`` of each
+            weight.
+        rows: tokens a step, each at least 1: the batch size in decode, the chunk in prefill.
+        roofs: of the machine meant; None: this machine's, measured (about a second on a GPU).
+
+    Raises:
+        ValueError: no products; a number of rows or a size below 1.
+
+    The schemes: "16 bits"; "int4" (groups of 128) with 16-bit products; "fp8" and "int8" with
+    both operands in 8 bits, where ``roofs`` has the rate of "fp8" ("int8" is as fast).
+    """
+    shapes = _shapes(model_or_shapes)
+    if not rows or min(rows) < 1:
+        raise ValueError(f"rows: expected numbers of at least 1, got {list(rows)}")
+    if roofs is None:
+        roofs = measure_roofs("cuda" if torch.cuda.is_available() else "cpu")
+
+    def total(name: str, count: int) -> float:
+        return sum(
+            roofs.floor_us(_cost(name, shape, count, roofs), reads_only=True) for shape in shapes
+        )
+
+    def is_no_faster(name: str, count: int) -> bool:
+        return total(name, count) >= 0.999 * total("16 bits", count)
+
+    schemes = ["16 bits", *(("fp8", "int8") if "fp8" in roofs.flops else ()), "int4"]
+    return Advice(
+        machine=roofs.name,
+        rows=tuple(rows),
+        microseconds={name: tuple(total(name, count) for count in rows) for name in schemes},
+        pays_below={name: _first(partial(is_no_faster, name)) for name in schemes[1:]},
+    )
+
+
+def _shapes(model_or_shapes: nn.Module | Iterable[Shape]) -> list[Shape]:
+    if isinstance(model_or_shapes, nn.Module):
+        linears = (m for m in model_or_shapes.modules() if isinstance(m, nn.Linear))
+        shapes = [(m.out_features, m.in_features) for m in linears]
+    else:
+        shapes = list(model_or_shapes)
+    if not shapes:
+        raise ValueError("model_or_shapes: expected at least one linear layer, got none")
+    if any(min(shape) < 1 for shape in shapes):
+        raise ValueError(f"model_or_shapes: expected sizes of at least 1, got {shapes}")
+    return shapes
+
+
+def _cost(name: str, shape: Shape, rows: int, roofs: Roofs) -> Cost:
+    """Of tensors that are not there."""
+    N, K = shape
+
+    def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device="meta")
+
+    if name == "16 bits":
+        cost = op_cost("linear", empty(rows, K), empty(N, K))
+    elif name == "int4":
+        packed = empty(-(-N // 16), -(-K // 64), 32, 4, dtype=torch.int32)
+        scales = empty(-(-K // _GROUP), N)
+        int4 = ops.Int4Weight(packed, scales, None, None, N=N, K=K, group=_GROUP)
+        cost = op_cost("int4_linear", empty(rows, K), int4)
+    else:
+        codes = torch.float8_e4m3fn if name == "fp8" else torch.int8
+        x, weight = empty(rows, K, dtype=codes), empty(N, K, dtype=codes)
+        of_weight, of_x = (empty(count, dtype=torch.float32) for count in (N, rows))
+        cost = op_cost(f"{name}_linear", x, weight, of_weight, x_scale=of_x)
+    if cost.unit in roofs.flops:
+        return cost
+    wide = "bf16" if "bf16" in roofs.flops else "fp32"
+    return Cost(cost.bytes, cost.flops, "fp8" if cost.unit == "int8" else wide)
+
+
+def _first(holds: Callable[[int], bool]) -> int | None:
+    """The least number of rows for which ``holds``, if it does for all that are larger."""
+    if not holds(_MOST_ROWS):
+        return None
+    low, high = 0, _MOST_ROWS
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
+
+
+def _line(first: str, values: Sequence[str]) -> str:
+    return f"{first:>10}" + "".join(f"{value:>12}" for value in values)

@@ -1,0 +1,57 @@
+"""Predictions from roofs: where each scheme stops paying can be worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+import ridgeline
+from ridgeline.roofline.machine import Roofs
+
+READ, BF16, FP8 = 4e12, 800e12, 1600e12
+RATES = {"fp32": 60e12, "bf16": BF16, "fp8": FP8}
+ROOFS = Roofs("a card", copy=READ, read=READ, flops=RATES, launch_us=0.0)
+N = K = 1 << 14
+
+
+def test_times_are_the_longer_of_bytes_and_operations():
+    advice = ridgeline.advise_quantization([(N, K)] * 2, rows=(1, 8192), roofs=ROOFS)
+    one, many = advice.microseconds["16 bits"]
+    assert one == pytest.approx(2 * (2 * N * K + 2 * (N + K)) / READ * 1e6)
+    assert many == pytest.approx(2 * 2 * 8192 * N * K / BF16 * 1e6)
+    assert advice.microseconds["fp8"][1] == pytest.approx(many / 2)
+    assert advice.microseconds["int8"] == advice.microseconds["fp8"]
+    assert advice.microseconds["int4"][1] == pytest.approx(many)
+    assert 0.25 < advice.microseconds["int4"][0] / one < 0.27
+    assert advice.best(1) == "int4" and advice.best(8192) == "fp8"
+
+
+def test_weights_alone_stop_paying_where_products_are_compute_bound():
+    """2 M N K / 800 T beyond (2 N K + 2 M (N + K)) / 4 T: from about 205 rows on."""
+    advice = ridgeline.advise_quantization([(N, K)], roofs=ROOFS)
+    rows = next(
+        m for m in range(1, 1000) if 2 * m * N * K / BF16 >= (2 * N * K + 2 * m * (N + K)) / READ
+    )
+    assert advice.pays_below["int4"] == pytest.approx(rows, abs=1)
+    assert advice.pays_below["fp8"] is None
+    ends = ["-", "-", "-", str(advice.pays_below["int4"])]
+    assert str(advice).splitlines()[-1].split() == ["pays", "below", *ends]
+
+
+def test_a_machine_without_8_bit_units():
+    roofs = Roofs("a processor", copy=1e10, read=1e10, flops={"fp32": 1e11}, launch_us=1.0)
+    advice = ridgeline.advise_quantization([(N, K)], rows=[1, 64], roofs=roofs)
+    assert list(advice.microseconds) == ["16 bits", "int4"]
+    assert advice.pays_below["int4"] < 20
+
+
+def test_modules_and_wrong_arguments():
+    model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 32))
+    shapes = ridgeline.advise_quantization([(128, 64), (32, 128)], roofs=ROOFS)
+    assert ridgeline.advise_quantization(model, roofs=ROOFS) == shapes
+    with pytest.raises(ValueError, match="at least one linear layer, got none"):
+        ridgeline.advise_quantization(nn.LayerNorm(4), roofs=ROOFS)
+    with pytest.raises(ValueError, match=r"rows: expected numbers of at least 1, got \[0\]"):
+        ridgeline.advise_quantization(model, rows=[0], roofs=ROOFS)
+    with pytest.raises(ValueError, match="sizes of at least 1"):
+        ridgeline.advise_quantization([(0, 4)], roofs=ROOFS)
