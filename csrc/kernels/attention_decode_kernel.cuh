@@ -77,8 +77,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<Shared<Tile>*>(memory);
   // Dependents that were asked for now would take places by twos on the SMs whose blocks end first,
-  // and the kernels after them in the chain too: they are let go as blocks end, or by make_room().
-  // H200, a token of 8B shapes in bf16: 5.57 ms, and 4.20 so.
+  // and the kernels after them in the chain too: they are let go as blocks end. H200, a token of 8B
+  // shapes in bf16: 5.57 ms, and 4.20 so.
   if (launch.attention.counters == nullptr) ptx::launch_dependents();
   if (threadIdx.x == 0) {
     shared.make_barriers();
@@ -159,15 +159,13 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
   launch.guesses = p.block_tables != nullptr && p.max_q == 1 && p.k_start == nullptr &&
                    p.seq_lens != nullptr && !p.leaves_shared &&
                    p.batch <= device::kWarpSize;
-  launch.multiprocessors = device::multiprocessors();
-  const std::int64_t most_blocks = 2 * launch.multiprocessors;
-  const std::int64_t least_blocks = p.counters != nullptr ? launch.multiprocessors : 1;
+  const int most_blocks = 2 * device::multiprocessors();
   for (int first = 0; first == 0 || first < p.batch; first += kMaxSequences) {
     launch.first_sequence = first;
     launch.sequences = std::min(p.batch - first, kMaxSequences);
     const std::int64_t items = std::int64_t{launch.sequences} * p.kv_heads * launch.max_splits *
                                ceil_div(rows, Tile::kRows);
-    launch.blocks = static_cast<int>(std::clamp(items, least_blocks, most_blocks));
+    launch.blocks = static_cast<int>(std::clamp<std::int64_t>(items, 1, most_blocks));
     launch.blocks_divisor = Divisor::of(launch.blocks);
     device::launch_chained<decode_sm90_kernel<Tile>>(dim3(launch.blocks), dim3(kThreads),
                                                      sizeof(Shared<Tile>), stream, launch,

@@ -202,18 +202,6 @@ struct Bringer {
   }
 };
 
-/// Few items: a block an SM, the first to have come to it, stays, item or none, while its second
-/// leaves its place to a block of the dependent, which requests weights while this kernel works.
-/// Where idle ones did not stay, dependents would stack on their SMs. H200, one token of 8B shapes
-/// (a chain of its products and a stand-in for attention): bf16 3.69 ms, so 3.58; int4 1.55, 1.42.
-__device__ __forceinline__ void make_room(const Launch& launch, int items) {
-  constexpr int kCycles = 1500;  // from 0.5 us on, in which dependents are placed, any is as good
-  ptx::launch_dependents();
-  const int block = static_cast<int>(blockIdx.x);
-  if (block < items || block >= launch.multiprocessors) return;
-  for (const auto start = clock64(); clock64() - start < kCycles;) __nanosleep(100);
-}
-
 /// The warp that plans this block's items and brings their tiles: keys, then values. What it asks
 /// of memory for the next item is on its way while it brings the tiles of this one.
 template <class Tile>
@@ -228,7 +216,6 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
   // splits falls behind, and would else be the last to arrive, and join, ever again. H200, bf16,
   // 128 sequences of 4k keys: 793 us, and 555 dealt.
   const bool deals = p.counters != nullptr && all > blocks;
-  if (p.counters != nullptr && all <= launch.multiprocessors) make_room(launch, all);
   Bringer<Tile> bringer{launch, shared};
   Ring<kItems> items{.parity = 1};
   int index = static_cast<int>(blockIdx.x);

@@ -140,9 +140,8 @@ struct Launch {
   Divisor one, half;  // the splits of kDecodeItems, and of twice as many items
   int group_size;     // query heads a KV head
   int first_sequence, sequences;
-  int blocks;             // of the grid, ...
+  int blocks;              // of the grid, ...
   Divisor blocks_divisor;  // ... and what divides by them
-  int multiprocessors;
   int box_rows, box_shift;  // keys that one copy brings, 1 << box_shift: they lie in one block
   int max_splits;           // of a sequence, ...
   int row_pairs;            // ... and pairs of rows: the shape of the workspace
