@@ -39,16 +39,22 @@ class Paged:
     """Sequences of given lengths scattered over a cache, the rest of which is `rest`."""
 
     def __init__(
-        self, device: str, lengths: list[int], block: int = 16, rest: float = 0.0, dim: int = DIM
+        self,
+        device: str,
+        lengths: list[int],
+        block: int = 16,
+        rest: float = 0.0,
+        dim: int = DIM,
+        kv_heads: int = KV_HEADS,
     ) -> None:
         self.lengths = lengths
         self.k, self.v = (
-            [normal(device, n, KV_HEADS, dim, seed=s + b) for b, n in enumerate(lengths)]
+            [normal(device, n, kv_heads, dim, seed=s + b) for b, n in enumerate(lengths)]
             for s in (100, 200)
         )
         counts = [-(-n // block) for n in lengths]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
-        shape = (len(order) + 3, block, KV_HEADS, dim)
+        shape = (len(order) + 3, block, kv_heads, dim)
         self.k_cache, self.v_cache = (
             torch.full(shape, rest, dtype=torch.bfloat16, device=device) for _ in range(2)
         )
@@ -59,9 +65,9 @@ class Paged:
             used += count
             tables[b, :count] = mine.int()
             for cache, rows in ((self.k_cache, self.k[b]), (self.v_cache, self.v[b])):
-                flat = torch.full((count * block, KV_HEADS, dim), rest, dtype=torch.bfloat16)
+                flat = torch.full((count * block, kv_heads, dim), rest, dtype=torch.bfloat16)
                 flat[: lengths[b]] = rows.cpu()
-                cache[mine] = flat.view(count, block, KV_HEADS, dim).to(device)
+                cache[mine] = flat.view(count, block, kv_heads, dim).to(device)
         self.tables = tables.to(device)
         self.seq_lens = ints(device, lengths)
 
@@ -105,6 +111,25 @@ def test_batched_equals_alone(device: str, invariant: bool) -> None:
             max_q=end - begin, batch_invariant=invariant,
         )  # fmt: skip
         assert same((out[begin:end], lse[:, begin:end]), alone), f"sequence {b}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [8, 32, 40])  # rows of a KV head: one, whole pairs, an odd number
+def test_one_sequence_alone_equals_batched(dim: int, heads: int) -> None:
+    """Alone it is a cluster's of blocks for each of 8 KV heads, in a batch any block's."""
+    lengths = [1, 64, 65, 500, 700, 1024, 4000, 0]
+    paged = Paged("cuda", lengths, 64, math.nan, dim, kv_heads=8)
+    q = normal("cuda", len(lengths), heads, dim)
+    out, lse = paged.run(q)
+    assert out.isfinite().all()
+    for b in range(len(lengths)):
+        one = slice(b, b + 1)
+        alone = ops.paged_attention(
+            q[one], paged.k_cache, paged.v_cache, paged.tables[one], paged.seq_lens[one],
+            return_lse=True,
+        )  # fmt: skip
+        assert same((out[one], lse[:, one]), alone), f"sequence {b}"
 
 
 @pytest.mark.parametrize("device", DEVICES)

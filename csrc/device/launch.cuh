@@ -47,6 +47,9 @@ void launch_chained(dim3 grid, dim3 block, std::size_t shared, Stream stream, co
     cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     static_cast<int>(shared)),
                name);
+  if (cluster > 8)  // more than every Hopper GPU must have room for
+    cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+               name);
   if (launch_trace::is_open())
     return record_launch(reinterpret_cast<const void*>(kKernel), config, name);
   cuda_check(cudaLaunchKernelEx(&config, kKernel, params), name);

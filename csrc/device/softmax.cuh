@@ -134,6 +134,43 @@ struct JoinedBase {
   }
 };
 
+/// A part of two rows: the base and total of the one, of the other, and two columns of their sums
+/// as accumulators have them. Joined with a part that saw nothing it keeps its bits.
+struct PairPart {
+  float4 ends = {kMinusInfinity, 0.0f, kMinusInfinity, 0.0f};
+  float4 sums = {-0.0f, -0.0f, -0.0f, -0.0f};
+
+  __device__ __forceinline__ void join(const PairPart& other) {
+    const JoinedBase even(ends.x, other.ends.x), odd(ends.z, other.ends.z);
+    ends = {even.base, even.join(ends.y, other.ends.y), odd.base,
+            odd.join(ends.w, other.ends.w)};
+    sums = {even.join(sums.x, other.sums.x), odd.join(sums.y, other.sums.y),
+            even.join(sums.z, other.sums.z), odd.join(sums.w, other.sums.w)};
+  }
+};
+
+/// By pairs, then pairs of pairs: the first becomes all of them.
+template <int kParts>
+__device__ __forceinline__ void join_parts(PairPart (&parts)[kParts]) {
+#pragma unroll
+  for (int apart = 1; apart < kParts; apart *= 2)
+#pragma unroll
+    for (int i = 0; i + apart < kParts; i += 2 * apart) parts[i].join(parts[i + apart]);
+}
+
+/// The same over kLanes neighbours, in each of them.
+template <int kLanes>
+__device__ __forceinline__ void join_lanes(PairPart& part) {
+#pragma unroll
+  for (int offset = 1; offset < kLanes; offset *= 2) {
+    const auto other = [&](const float4& mine) {
+      return make_float4(shuffle_xor(mine.x, offset), shuffle_xor(mine.y, offset),
+                         shuffle_xor(mine.z, offset), shuffle_xor(mine.w, offset));
+    };
+    part.join({other(part.ends), other(part.sums)});
+  }
+}
+
 /// The end of a row: out = factor * gathered values; lse in natural units.
 struct RowEnd {
   float factor;

@@ -5,6 +5,7 @@
 #include "device/launch.cuh"
 #include "device/properties.cuh"
 #include "device/ptx/grid_dependency.cuh"
+#include "kernels/attention_decode_cluster.cuh"
 #include "kernels/attention_decode_merge.cuh"
 #include "kernels/attention_decode_producer.cuh"
 #include "kernels/attention_views.cuh"
@@ -159,6 +160,9 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
   launch.guesses = p.block_tables != nullptr && p.max_q == 1 && p.k_start == nullptr &&
                    p.seq_lens != nullptr && !p.leaves_shared &&
                    p.batch <= device::kWarpSize;
+  if constexpr (Tile::kSharesQueries) {
+    if (launch.guesses && takes_cluster<Tile>(p)) return launch_clusters<Tile>(launch, stream);
+  }
   const int most_blocks = 2 * device::multiprocessors();
   for (int first = 0; first == 0 || first < p.batch; first += kMaxSequences) {
     launch.first_sequence = first;
