@@ -104,6 +104,19 @@ def int4(layer: Layer) -> None:
         "int4_linear", "ridgeline", make, lambda *inputs: call(*inputs, ready=True),
         like=like, group=GROUP, chained=True,
     )  # fmt: skip
+
+    def make_w4a8() -> list[Tensor]:
+        x, *weight = make()
+        scale = torch.rand(layer.M, device=layer.bench.device) + 0.5
+        return [x.to(torch.float8_e4m3fn), scale, *weight]
+
+    def call_w4a8(x: Tensor, scale: Tensor, data: Tensor, scales: Tensor) -> Tensor:
+        weight = ops.Int4Weight(data, scales, None, None, layer.N, layer.K, GROUP)
+        return ops.int4_linear(x, weight, x_scale=scale)
+
+    like = (make_w4a8()[0], packed)
+    layer.measure("int4_linear", "ridgeline", make_w4a8, call_w4a8, like=like, group=GROUP, x="fp8")
+    like = (layer.x(), packed)
     if layer.bench.device == "cpu":
         return
 

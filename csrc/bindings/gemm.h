@@ -7,7 +7,6 @@
 #include "bindings/backend.h"
 #include "common/math.h"
 #include "kernels/gemm.h"
-#include "kernels/gemm_config.h"
 
 namespace ridgeline::bindings {
 
@@ -315,34 +314,6 @@ Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_s
                        weight_scale.numel() == N ? ScaleLayout::kRow : ScaleLayout::kTensor};
   run_gemm(on, x, params);
   return y;
-}
-
-/// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" (in groups of 128)
-/// or "fp8", or "fp8_fp8" for x of fp8 too, or "int8"; rows are taken to be aligned.
-inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
-                             const std::string& dtype, const std::string& format,
-                             const std::string& activation, bool library, bool batch_invariant,
-                             bool hopper) {
-  const bool known = format == "dense" || format == "int4" || format == "int8" ||
-                     format == "fp8" || format == "fp8_fp8";
-  check(known, "format: expected 'dense', 'int4', 'int8', 'fp8' or 'fp8_fp8', got '", format, "'");
-  const gemm_config::Shape shape{.M = M,
-                                 .N = checked_int32(N, "N"),
-                                 .K = checked_int32(K, "K"),
-                                 .dtype = named_dtype(dtype),
-                                 .format = format == "dense"  ? WeightFormat::kDense
-                                           : format == "int4" ? WeightFormat::kInt4
-                                           : format == "int8" ? WeightFormat::kInt8
-                                                              : WeightFormat::kFp8,
-                                 .activation = activation_of(activation),
-                                 .group = kScaleBlock,
-                                 .hopper = hopper,
-                                 .weight_aligned = true,
-                                 .whole_vectors = true,
-                                 .byte_x = format == "fp8_fp8" || format == "int8",
-                                 .library = library,
-                                 .batch_invariant = batch_invariant};
-  return gemm_config::choose(shape).to_text();
 }
 
 template <class Backend>

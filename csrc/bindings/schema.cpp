@@ -1,6 +1,6 @@
 #include <string>
 
-#include "bindings/gemm.h"
+#include "bindings/gemm_plan.h"
 #include "bindings/tensor.h"
 #include "build_info.h"
 #include "kernels/attention_config.h"

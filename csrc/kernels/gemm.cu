@@ -21,13 +21,20 @@ bool is_aligned(const void* address, std::int64_t stride_bytes) {
          stride_bytes % kVectorBytes == 0;
 }
 
+/// Whether each 128 columns have one scale, and e4m3 holds the integers less their zero point.
+bool int4_takes_fp8(const GemmParams& p) {
+  const bool whole = p.weight.group % kScaleBlock == 0 || p.weight.group >= p.K;
+  return p.weight.format == WeightFormat::kInt4 && p.x.dtype == DType::kFloat8E4M3 && whole &&
+         !p.weight.zeros && !p.x.scale_per_group;
+}
+
 bool rows_aligned(const void* data, std::int64_t rows, std::int64_t stride_bytes) {
   return is_aligned(data, rows > 1 ? stride_bytes : 0);
 }
 
 bool weight_aligned(const GemmParams& p) {
-  const bool bytes = p.weight.format == WeightFormat::kFp8 || p.weight.format == WeightFormat::kInt8;
-  const auto element = static_cast<std::int64_t>(bytes ? 1 : size_of(p.dtype));
+  const bool dense = p.weight.format == WeightFormat::kDense;
+  const auto element = static_cast<std::int64_t>(dense ? size_of(p.dtype) : 1);
   if (p.weight.format == WeightFormat::kInt4) return true;
   // No kernel prepares codes of int8.
   if (p.weight.format == WeightFormat::kInt8 && !rows_aligned(p.x.data, p.M, p.x.stride_row))
@@ -86,10 +93,9 @@ bool folds_norm(const GemmParams& p, const Config& config) {
 
 bool must_prepare(const GemmParams& p, const Config& config) {
   if (p.weight.format == WeightFormat::kInt8) return false;
+  const bool few = config.path == Path::kStrips || config.path == Path::kCluster;
   const bool takes_fp8 = p.weight.format == WeightFormat::kFp8 &&
-                         (config.path == Path::kFp8 ||
-                          (!p.x.scale_per_group &&
-                           (config.path == Path::kStrips || config.path == Path::kCluster)));
+                         (config.path == Path::kFp8 || (few && !p.x.scale_per_group));
   const bool as_is = p.x.dtype == p.dtype || (p.x.dtype == DType::kFloat8E4M3 && takes_fp8);
   if ((p.x.norm_weight && !folds_norm(p, config)) || p.x.perm || !as_is) return true;
   if (config.path == Path::kSimple) return false;
@@ -131,6 +137,7 @@ Plan plan_of(const GemmParams& p) {
                     .weight_aligned = weight_aligned(p),
                     .whole_vectors = has_whole_vectors(p),
                     .byte_x = p.weight.format == WeightFormat::kInt8 ||
+                              (int4_takes_fp8(p) && p.M > gemm_config::kFewRows) ||
                               (p.x.dtype == DType::kFloat8E4M3 && !p.x.perm &&
                                p.weight.format == WeightFormat::kFp8 && parts_have_scales(p) &&
                                rows_aligned(p.x.data, p.M, p.x.stride_row)),
@@ -187,7 +194,11 @@ void gemm(const GemmParams& params, Stream stream) {
     launch_trace::note_slower([&] { return reason_for_simple(params); });
   auto* workspace = static_cast<char*>(params.workspace);
   GemmParams p = params;
-  if (plan.prepares) {
+  if (plan.config.path == Path::kExpandToFp8) {
+    gemm_detail::launch_reorder(p, workspace + plan.prepared, plan.prepared_cols, stream);
+    p.x.data = workspace + plan.prepared;
+    p.x.stride_row = plan.prepared_cols;
+  } else if (plan.prepares) {
     gemm_detail::launch_prepare(p, workspace + plan.prepared, plan.prepared_cols, stream);
     p.x = {.dtype = p.dtype,
            .data = workspace + plan.prepared,
@@ -212,6 +223,7 @@ void gemm(const GemmParams& params, Stream stream) {
       gemm_detail::launch_tile(p, plan.config, partials, stream);
       break;
     case Path::kExpand:
+    case Path::kExpandToFp8:
       return gemm_detail::launch_expand(p, plan.config, stream);
     case Path::kFp8:
       return gemm_detail::launch_fp8(p, plan.config, stream);

@@ -30,6 +30,7 @@ enum class Path : std::uint8_t {
   kStream,   // up to 16 rows: each warp streams a strip of the weight
   kTile,     // shared-memory tiles
   kExpand,   // Hopper, more rows: a weight of 4 or 8 bits is expanded between memory and wgmma
+  kExpandToFp8,  // Hopper, more rows: int4 is expanded to e4m3, which x is
   kFp8,      // Hopper, more rows, both operands of 8 bits
   kLibrary,  // cuBLASLt
   kSimple,   // any alignment, and float32 without the library
@@ -46,7 +47,7 @@ struct Shape {
   bool hopper;          // the copy engine and wgmma are there and can reach x and the weight
   bool weight_aligned;  // 16-byte loads of weight rows are possible
   bool whole_vectors;   // Hopper's kernels for many rows can reach scales, residual and y
-  bool byte_x;          // x is e4m3, or int8, as the weight is and the copy engine can reach it
+  bool byte_x;          // x is of 8 bits, and the tensor cores can multiply it so
   bool library;         // cuBLASLt can be opened
   bool batch_invariant;
 };
@@ -61,7 +62,7 @@ struct Config {
 
   std::string to_text() const {
     constexpr const char* kNames[] = {"strips", "digits", "cluster", "stream", "tile",
-                                      "expand", "fp8",    "library", "simple"};
+                                      "expand", "expand_to_fp8", "fp8", "library", "simple"};
     return std::string(kNames[static_cast<int>(path)]) + " segments=" + std::to_string(segments) +
            " split=" + std::to_string(split) + " tile_rows=" + std::to_string(tile_rows) +
            " tile_cols=" + std::to_string(tile_cols) +
@@ -154,13 +155,14 @@ constexpr bool is_for_hopper_tiles(const Shape& shape) {
 constexpr std::int32_t kClusters[kMaxSegments] = {132, 66, 39, 30, 22, 17, 15, 15};
 
 /// A tile of Hopper's kernels for many rows and what it takes, in microseconds on an H200: `step`
-/// for each stage of K (128 columns of fp8 by fp8, else 64), `ends` to start and end, `add` to add
-/// up the sums of a cluster.
+/// for each stage of K (128 columns of an x of 8 bits, else 64), `ends` to start and end, `add` to
+/// add up the sums of a cluster.
 struct TileTime {
   std::int32_t rows, cols;
   double step, ends, add;
 };
 constexpr TileTime kFp8Tiles[] = {{128, 256, 0.66, 4.0, 0.0}, {128, 128, 0.34, 3.0, 6.0}};
+constexpr TileTime kExpandToFp8Tiles[] = {{128, 128, 0.60, 5.0, 3.0}};
 constexpr TileTime kExpandTiles[] = {
     {256, 128, 0.65, 3.0, 0.0}, {128, 256, 0.71, 3.5, 0.0}, {128, 128, 0.45, 3.0, 4.0}};
 
@@ -192,6 +194,8 @@ constexpr void cut_for_tiles(const Shape& shape, Config& config) {
   };
   if (expands) {
     for (const TileTime& tile : kExpandTiles) consider(tile);
+  } else if (config.path == Path::kExpandToFp8) {
+    for (const TileTime& tile : kExpandToFp8Tiles) consider(tile);
   } else {
     for (const TileTime& tile : kFp8Tiles) consider(tile);
   }
@@ -207,7 +211,10 @@ constexpr bool cluster_beats_library(const Shape& shape) {
 }
 
 constexpr Path path_of(const Shape& shape) {
-  if (is_for_hopper_tiles(shape)) return shape.byte_x ? Path::kFp8 : Path::kExpand;
+  if (is_for_hopper_tiles(shape)) {
+    if (!shape.byte_x) return Path::kExpand;
+    return shape.format == WeightFormat::kInt4 ? Path::kExpandToFp8 : Path::kFp8;
+  }
   const bool dense = shape.format == WeightFormat::kDense;
   const bool may_call = dense && shape.library && !shape.batch_invariant;
   if (is_for_hopper(shape)) {
@@ -233,7 +240,8 @@ constexpr Config choose(const Shape& shape) {
     config.fused = can_fuse(shape);
   }
   if (config.path == Path::kCluster) config.segments = cluster_of(shape);
-  if (config.path == Path::kExpand || config.path == Path::kFp8) cut_for_tiles(shape, config);
+  const bool tiles = config.path == Path::kExpand || config.path == Path::kExpandToFp8;
+  if (tiles || config.path == Path::kFp8) cut_for_tiles(shape, config);
   if (config.path == Path::kTile) {
     config.tile_rows = shape.M <= 64 ? 64 : 128;
     const std::int64_t tiles =

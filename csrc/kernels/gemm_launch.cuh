@@ -26,7 +26,8 @@ void launch_strips(const GemmParams& params, Stream stream);
 void launch_digits(const GemmParams& params, Stream stream);
 void launch_cluster(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
-/// Hopper's kernels for many rows. Expand: x of the output's dtype; fp8: x and weight e4m3.
+/// Hopper's kernels for many rows. Expand: x of the output's dtype, or e4m3 as launch_reorder
+/// leaves it; fp8: x and weight e4m3, or int8.
 void launch_expand(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 void launch_fp8(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
@@ -36,6 +37,11 @@ void launch_simple(const GemmParams& params, float* partials, Stream stream);
 /// Rows of x as [M, stride] of the output's dtype: normalized, permuted, expanded from e4m3, padded
 /// with zeros to `stride`.
 void launch_prepare(const GemmParams& params, void* prepared, std::int64_t stride, Stream stream);
+
+/// Rows of e4m3 x as [M, stride], permuted, padded with zeros to `stride`, a multiple of 16. In the
+/// order of the columns of int4 blocks: of 16, byte 4 t + i is column 2 t + {0, 8, 1, 9}[i], which
+/// makes a lane's nibbles of a row an operand of four e4m3.
+void launch_reorder(const GemmParams& params, void* reordered, std::int64_t stride, Stream stream);
 
 /// The epilogue over float32 partials of `segments` segments, or over a product [M, N] of the
 /// output's dtype (segments = 0) whose bias is in it already.

@@ -26,6 +26,7 @@ struct PrepareParams {
   GemmParams gemm;
   void* prepared;       // [M, stride] of the output's dtype
   std::int64_t stride;  // at least K
+  bool vectors = false;  // x can be read 16 columns at a time
 };
 
 // ---- Phases -------------------------------------------------------------------------------------
@@ -50,7 +51,8 @@ __device__ float weight_at(const GemmParams& p, std::int64_t n, int k) {
 template <class T, WeightFormat kFormat>
 __device__ float x_at(const GemmParams& p, std::int64_t m, int k) {
   const std::int64_t at = m * p.x.stride_row + k;
-  if constexpr (kFormat == WeightFormat::kInt8) return static_cast<const std::int8_t*>(p.x.data)[at];
+  if constexpr (kFormat == WeightFormat::kInt8)
+    return static_cast<const std::int8_t*>(p.x.data)[at];
   return device::to_float(static_cast<const T*>(p.x.data)[at]);
 }
 
@@ -155,6 +157,37 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// 16 columns a thread, in the order of launch_reorder. Grid: enough threads. Bandwidth: 2 M K
+/// bytes.
+__global__ void __launch_bounds__(kThreads)
+    reorder_kernel(const __grid_constant__ PrepareParams params) {
+  const GemmParams& p = params.gemm;
+  const auto across = static_cast<unsigned>(params.stride / 16);
+  const unsigned piece = blockIdx.x * kThreads + threadIdx.x, row = piece / across;
+  const int column = static_cast<int>(piece % across) * 16;
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  if (row >= p.M) return;
+  const std::uint8_t* x = static_cast<const std::uint8_t*>(p.x.data) + row * p.x.stride_row;
+  uint4 in{};
+  if (params.vectors && column + 16 <= p.K) {
+    in = *reinterpret_cast<const uint4*>(x + column);
+  } else {
+    alignas(16) std::uint8_t bytes[16] = {};
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (column + i < p.K) {
+        const int from = p.x.perm ? p.x.perm[column + i] : column + i;
+        bytes[i] = x[from < 0 || from >= p.K ? 0 : from];
+      }
+    in = *reinterpret_cast<const uint4*>(bytes);
+  }
+  const uint4 out = {__byte_perm(in.x, in.z, 0x5140), __byte_perm(in.x, in.z, 0x7362),
+                     __byte_perm(in.y, in.w, 0x5140), __byte_perm(in.y, in.w, 0x7362)};
+  *reinterpret_cast<uint4*>(static_cast<std::uint8_t*>(params.prepared) + row * params.stride +
+                            column) = out;
+}
+
 }  // namespace
 
 // ---- Launch -------------------------------------------------------------------------------------
@@ -190,6 +223,16 @@ void launch_prepare(const GemmParams& gemm, void* prepared, std::int64_t stride,
     device::launch_chained<prepare_kernel<T>>(grid, dim3(kThreads), 0, stream, params,
                                               "linear: prepare");
   });
+}
+
+void launch_reorder(const GemmParams& gemm, void* reordered, std::int64_t stride, Stream stream) {
+  const bool vectors = !gemm.x.perm && reinterpret_cast<std::uintptr_t>(gemm.x.data) % 16 == 0 &&
+                       (gemm.M <= 1 || gemm.x.stride_row % 16 == 0);
+  const PrepareParams params{
+      .gemm = gemm, .prepared = reordered, .stride = stride, .vectors = vectors};
+  const std::int64_t blocks = ceil_div<std::int64_t>(gemm.M * (stride / 16), kThreads);
+  device::launch_chained<reorder_kernel>(dim3(checked_int32(blocks, "linear: rows")),
+                                         dim3(kThreads), 0, stream, params, "linear: reorder");
 }
 
 }  // namespace ridgeline::gemm_detail

@@ -61,8 +61,8 @@ __device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile:
   }
 }
 
-/// int8: the tensor cores add up all columns, exactly; a stage is multiplied while the one before is
-/// given back.
+/// int8: the tensor cores add up all columns, exactly; a stage is multiplied while the one before
+/// is given back.
 template <class Tile>
 __device__ __forceinline__ void multiply_exactly(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
                                                  Sums<Tile>& sums, const Work& work,
@@ -119,11 +119,12 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// e4m3 times e4m3, or int8 times int8, on Hopper. Grid: as many blocks as SMs; where tiles are fewer, a cluster of
-/// blocks for each, which share its columns of K. A block owns a tile of 128 rows of x by kCols
-/// weight rows at a time; one thread brings 128 columns of K a stage by the copy engine, two
-/// warpgroups of 64 rows multiply. Of e4m3 the tensor cores keep 14 bits of a sum: its parts of 256
-/// columns are added in float32, or those of 128 columns times their scales; of int8 all.
+/// e4m3 times e4m3, or int8 times int8, on Hopper. Grid: as many blocks as SMs; where tiles are
+/// fewer, a cluster of blocks for each, which share its columns of K. A block owns a tile of 128
+/// rows of x by kCols weight rows at a time; one thread brings 128 columns of K a stage by the copy
+/// engine, two warpgroups of 64 rows multiply. Of e4m3 the tensor cores keep 14 bits of a sum: its
+/// parts of 256 columns are added in float32, or those of 128 columns times their scales; of int8
+/// all.
 /// Roofline: 2 M N K flops on the 8-bit tensor cores.
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)

@@ -176,7 +176,8 @@ struct Column {
   __device__ __forceinline__ static Column load(const GemmParams& p, int n) {
     if (n >= p.N) return {0.0f, 0.0f};
     const auto* scales = static_cast<const float*>(p.weight.scales);
-    return {p.weight.scales_products() ? scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0] : 1.0f,
+    const int at = p.weight.scale_layout == ScaleLayout::kRow ? n : 0;
+    return {p.weight.scales_products() ? scales[at] : 1.0f,
             p.bias ? device::to_float(static_cast<const T*>(p.bias)[n]) : 0.0f};
   }
 };

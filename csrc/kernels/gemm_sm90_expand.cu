@@ -2,6 +2,7 @@
 
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
+#include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_registers.cuh"
 #include "kernels/gemm_launch.cuh"
 #include "kernels/gemm_sm90_expand_store.cuh"
@@ -80,14 +81,83 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
   release(before);
 }
 
+/// 128 columns of int4 as e4m3: what a thread has of a warp's 16 rows.
+struct Fp8Weights {
+  std::uint32_t a[kSteps][4];
+  float scale[2];
+
+  template <class Tile>
+  __device__ __forceinline__ void expand(const Shared<Tile>& shared, int stage,
+                                         const Consumer& me) {
+    const std::uint8_t* rows = shared.weight[stage][me.warpgroup] + me.warp * 1024 + me.lane * 16;
+#pragma unroll
+    for (int block = 0; block < 2; ++block) {
+      const uint4 words = *reinterpret_cast<const uint4*>(rows + block * 512);
+      device::int4_as_e4m3(words.x, a[2 * block][0], a[2 * block][1]);
+      device::int4_as_e4m3(words.y, a[2 * block][2], a[2 * block][3]);
+      device::int4_as_e4m3(words.z, a[2 * block + 1][0], a[2 * block + 1][1]);
+      device::int4_as_e4m3(words.w, a[2 * block + 1][2], a[2 * block + 1][3]);
+    }
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      scale[r] = device::to_float(
+                     shared.scales[stage].of[0][me.warpgroup][me.warp * 16 + me.quad + 8 * r]) *
+                 device::kInt4AsE4m3Unit;
+  }
+};
+
+/// e4m3 x: the next stage is expanded while one is multiplied, whose products are then added, times
+/// their group's scales, in float32: the tensor cores keep 14 bits of a sum.
+template <class Tile>
+__device__ __forceinline__ void multiply_fp8_tile(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
+                                                  Sums<Tile>& sums, const Work& work,
+                                                  const Consumer& me) {
+#pragma unroll
+  for (auto& piece : sums[0])
+#pragma unroll
+    for (float& sum : piece) sum = 0.0f;
+  Fp8Weights even, odd;
+  ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+  even.expand(shared, ring.stage, me);
+  const auto stage = [&](const Fp8Weights& weights, Fp8Weights& next, bool has_next) {
+    const int s = ring.stage;
+    const std::uint64_t x = ptx::swizzled_operand(shared.x[s], 16, 8 * kRowBytes);
+    float products[Tile::kRows / 8][4];
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+      ptx::WgmmaFp8Registers<Tile::kRows>::mma(products, weights.a[i], x + i * kStepBytes / 16,
+                                               i != 0);
+    ptx::wgmma_commit();
+    ring.next();
+    if (has_next) {
+      ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+      next.expand(shared, ring.stage, me);
+    }
+    ptx::wgmma_wait<0>();
+    ptx::hold_registers(products);
+    if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[s]);
+#pragma unroll
+    for (int i = 0; i < Tile::kRows / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        sums[0][i][j] = fmaf(weights.scale[j / 2], products[i][j], sums[0][i][j]);
+  };
+  for (int k = 0; k < work.steps; k += 2) {
+    stage(even, odd, k + 1 < work.steps);
+    if (k + 1 < work.steps) stage(odd, even, k + 2 < work.steps);
+  }
+}
+
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// 16-bit x times a weight of 4 or 8 bits on Hopper. Grid: as many blocks as SMs; where tiles are
-/// fewer, a cluster of blocks for each, which share its columns of K. A block owns a tile of kRows
-/// rows of x by 128 or 256 weight rows at a time; a thread brings 64 columns of K a stage by the
-/// copy engine, another int4's scales. The weight is wgmma's first operand: two warpgroups expand
-/// it into registers and multiply by the rows of x in shared memory, accumulating in float32.
-/// Roofline: 2 M N K flops on the 16-bit tensor cores.
+/// 16-bit x times a weight of 4 or 8 bits, or e4m3 x times one of 4, on Hopper. Grid: as many
+/// blocks as SMs; where tiles are fewer, a cluster of blocks for each, which share its columns of
+/// K. A block owns a tile of kRows rows of x by 128 or 256 weight rows at a time; a thread brings
+/// 64 columns of K a stage (128 of e4m3) by the copy engine, another int4's scales. The weight is
+/// wgmma's first operand: two warpgroups expand it into registers and multiply by the rows of x in
+/// shared memory, accumulating in float32.
+/// Roofline: 2 M N K flops on the tensor cores of x's width.
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
     expand_kernel(const __grid_constant__ Launch launch) {
@@ -119,13 +189,18 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wait_for_dependencies();
     const Consumer me(static_cast<int>(threadIdx.x));
     Ring<Tile::kStages> ring;
-    const bool plain = is_plain(launch.gemm) && !launch.gemm.x.scale && !Tile::kSplit;
+    const bool plain =
+        is_plain(launch.gemm) && (Tile::kFp8X || !launch.gemm.x.scale) && !Tile::kSplit;
     for_each_work<Tile>(launch, [&](const Work& work) {
       RowFactors<Tile> factors;
       if (plain) factors.load(launch, work.place.n, me);
       if constexpr (Tile::kSplit) bring_columns<Tile>(launch, shared, work, me);
       Sums<Tile> sums;
-      multiply_tile<Tile>(launch, shared, ring, sums, work, me);
+      if constexpr (Tile::kFp8X) {
+        multiply_fp8_tile<Tile>(shared, ring, sums, work, me);
+      } else {
+        multiply_tile<Tile>(launch, shared, ring, sums, work, me);
+      }
       // The epilogue's addresses are not kept in registers while the tensor cores work.
       const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)));
       if constexpr (Tile::kSplit) {
@@ -146,21 +221,23 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class Tile>
 void launch_tiles(const GemmParams& p, int segments, Stream stream) {
   const int out_cols = p.out_cols();
+  constexpr int kDepth = Tile::kDepth;
   Launch launch{.gemm = p, .segments = segments, .steps = ceil_div(p.K, kDepth)};
-  launch.x =
-      device::matrix_map({p.x.data, 2, p.M, p.K, p.x.stride_row}, Tile::kRows, kDepth, true);
+  launch.x = device::matrix_map({p.x.data, Tile::kFp8X ? 1 : 2, p.M, p.K, p.x.stride_row},
+                                Tile::kRows, kDepth, true);
   if constexpr (Tile::kInt4) {
     const std::int64_t words = std::int64_t{ceil_div(p.K, Int4Layout::kCols)} * Int4Layout::kWords;
     launch.weight = device::matrix_map(
         {p.weight.data, 4, ceil_div(p.N, Int4Layout::kRows), words, words},
-        Tile::kBoxCols / Int4Layout::kRows, Int4Layout::kWords, false);
+        Tile::kBoxCols / Int4Layout::kRows,
+        kDepth / Int4Layout::kCols * Int4Layout::kWords, false);
     const int groups = ceil_div(p.K, p.weight.group);
     launch.scales =
         device::matrix_map({p.weight.scales, 2, groups, p.N, p.N}, 1, Tile::kBoxCols, false);
     if (p.weight.zeros)
       launch.zeros =
           device::matrix_map({p.weight.zeros, 1, groups, p.N, p.N}, 1, Tile::kBoxCols, false);
-    launch.groups = p.weight.group % kDepth == 0 ? 1 : 2;
+    launch.groups = p.weight.group % kDepth == 0 || p.weight.group >= p.K ? 1 : 2;
   } else {
     launch.weight = device::matrix_map({p.weight.data, 1, p.N, p.K, p.weight.stride_row},
                                        Tile::kBoxCols, kDepth, true);
@@ -196,7 +273,12 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, Stre
 void launch_expand(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (p.weight.format == WeightFormat::kInt4) {
+    if (p.weight.format == WeightFormat::kInt4 && p.x.dtype == DType::kFloat8E4M3) {
+      constexpr auto kInt4 = WeightFormat::kInt4;
+      if (config.segments == 1)
+        return launch_tiles<Tile<T, kInt4, false, 128, 1, false, true>>(p, 1, stream);
+      launch_tiles<Tile<T, kInt4, false, 128, 1, true, true>>(p, config.segments, stream);
+    } else if (p.weight.format == WeightFormat::kInt4) {
       launch_tile_of<T, WeightFormat::kInt4, false>(p, config, stream);
     } else if (p.weight.scale_layout == ScaleLayout::kBlock) {
       launch_tile_of<T, WeightFormat::kFp8, true>(p, config, stream);

@@ -12,17 +12,20 @@ using namespace gemm_sm90;
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kDepth = 64;  // columns of K a stage
-constexpr int kSteps = 4;   // of 16 columns, the depth of one wgmma
-constexpr int kStepBytes = 32;
+constexpr int kSteps = 4;       // of a stage: so often one wgmma is deep
+constexpr int kStepBytes = 32;  // 16 columns of x, or 32 of e4m3
 
 /// kRows_ rows of x by kBands bands of 64 weight rows a warpgroup: 256 by 128 expand each weight
 /// half as often, 128 by 256 suit fewer rows, 128 by 128 make tiles where those are few. kBlocks:
 /// fp8 weights with scales of 128 x 128. kSplit: the blocks of a cluster share a tile's columns
-/// of K.
-template <class T_, WeightFormat kFormat_, bool kBlocks_, int kRows_, int kBands_, bool kSplit_>
+/// of K. kFp8X: x is e4m3, its columns in the order of gemm_detail::launch_reorder, and int4
+/// becomes e4m3.
+template <class T_, WeightFormat kFormat_, bool kBlocks_, int kRows_, int kBands_, bool kSplit_,
+          bool kFp8X_ = false>
 struct Tile {
   using T = T_;
+  static constexpr bool kFp8X = kFp8X_;
+  static constexpr int kDepth = kFp8X ? 128 : 64;  // columns of K a stage
   static constexpr bool kInt4 = kFormat_ == WeightFormat::kInt4;
   static constexpr bool kBlocks = kBlocks_;
   static constexpr bool kSplit = kSplit_;
@@ -30,7 +33,10 @@ struct Tile {
   static constexpr int kRows = kRows_;                      // of x: wgmma's columns
   static constexpr int kBoxCols = kBands * kWarpgroupRows;  // weight rows of half a tile
   static constexpr int kBoxBytes = kBoxCols * kDepth / (kInt4 ? 2 : 1);
-  static constexpr int kStages = kRows == 256 ? (kInt4 ? 5 : 4) : kBands == 2 ? (kInt4 ? 7 : 5) : 8;
+  static constexpr int kStages = kFp8X          ? 7
+                                 : kRows == 256 ? (kInt4 ? 5 : 4)
+                                 : kBands == 2  ? (kInt4 ? 7 : 5)
+                                                : 8;
   static constexpr int kChunks = kBands * kRows / kChunk;   // of a warpgroup's sums
 };
 
@@ -49,7 +55,7 @@ template <class Tile>
 struct Shared {
   using T = typename Tile::T;
 
-  alignas(1024) T x[Tile::kStages][Tile::kRows][kDepth];
+  alignas(1024) std::uint8_t x[Tile::kStages][Tile::kRows][kRowBytes];
   alignas(1024) std::uint8_t weight[Tile::kStages][2][Tile::kBoxBytes];
   union {
     alignas(1024) T out[kConsumers][2][kChunk][kOutColumns];
@@ -107,7 +113,8 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
     for (int half = 0; half < 2; ++half) {
       const int row = weight_row<Tile>(launch, work.place.n, half);
       ptx::copy_matrix(shared.weight[s][half], &launch.weight, &shared.full[s],
-                       k * (Tile::kInt4 ? Int4Layout::kWords : kDepth),
+                       k * (Tile::kInt4 ? Tile::kDepth / Int4Layout::kCols * Int4Layout::kWords
+                                        : Tile::kDepth),
                        Tile::kInt4 ? row / Int4Layout::kRows : row);
     }
   };
@@ -122,7 +129,7 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
       const int s = ring.stage, k = work.first_step + i;
       ptx::mbarrier_wait(&shared.free[s], ring.parity);
       if (i >= ahead) request_weight(work, k, s);
-      ptx::copy_matrix(shared.x[s], &launch.x, &shared.full[s], k * kDepth,
+      ptx::copy_matrix(shared.x[s], &launch.x, &shared.full[s], k * Tile::kDepth,
                        work.place.m * Tile::kRows);
     }
   });
@@ -147,7 +154,7 @@ __device__ __forceinline__ void produce_scales(const Launch& launch, Shared<Tile
       ptx::mbarrier_wait(&shared.free[s], ring.parity);
       ptx::mbarrier_expect(&shared.full[s], bytes);
       for (int i = 0; i < launch.groups; ++i) {
-        const int group = (k * kDepth + i * 32) / p.weight.group;
+        const int group = (k * Tile::kDepth + i * 32) / p.weight.group;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           ptx::copy_matrix(scales.of[i][half], &launch.scales, &shared.full[s], rows[half], group);
@@ -217,7 +224,7 @@ struct Weights {
   __device__ __forceinline__ void load(int stage, int k) {
 #pragma unroll
     for (int band = 0; band < Tile::kBands; ++band) {
-      if (Tile::kBlocks) block_scale[band] = blocks[band][k / (kScaleBlock / kDepth)];
+      if (Tile::kBlocks) block_scale[band] = blocks[band][k / (kScaleBlock / Tile::kDepth)];
       if constexpr (Tile::kInt4) {
         const int block = row() / Int4Layout::kRows;
         const uint4 v = *reinterpret_cast<const uint4*>(
@@ -248,7 +255,7 @@ struct Weights {
           const int r = row() + 8 * (i % 2), chunk = step ^ (me.quad / 2);
           std::uint32_t& value = to.a[band][i];
           value = device::convert_e4m3_pair<T>(*reinterpret_cast<const std::uint16_t*>(
-              rows + r * kDepth + chunk * 16 + i / 2 * 8 + me.in_quad * 2));
+              rows + r * Tile::kDepth + chunk * 16 + i / 2 * 8 + me.in_quad * 2));
           if (Tile::kBlocks) value = device::scale_pair<T>(value, block_scale[band]);
         }
       }

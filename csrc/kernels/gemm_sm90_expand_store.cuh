@@ -32,6 +32,14 @@ struct RowFactors {
   }
 };
 
+/// Of the two rows of x beside each other, from `m` on, that a thread has sums of.
+template <class Tile>
+__device__ __forceinline__ float2 scales_of_x(const GemmParams& p, std::int64_t m) {
+  if (!Tile::kFp8X || !p.x.scale) return {1.0f, 1.0f};
+  if (!p.x.scale_per_row) return {*p.x.scale, *p.x.scale};
+  return {p.x.scale[min(m, p.M - 1)], p.x.scale[min(m + 1, p.M - 1)]};
+}
+
 /// A band's 64 columns of y through a warpgroup's boxes, 64 rows of x at a time, transposed on the
 /// way.
 template <class Tile>
@@ -55,8 +63,13 @@ __device__ __forceinline__ void store_plain(const Launch& launch, Shared<Tile>& 
         for (int j = 0; j < 4; ++j) {  // weight rows half j % 2 of piece i + j / 2
           const float(&of)[4] = sums[band][box * kPieces + i + j / 2];
           const float scale = factors.scale[band][j % 2], bias = factors.bias[band][j % 2];
-          packed[j] = pack<T>(__fadd_rn(__fmul_rn(of[j % 2 * 2], scale), bias),
-                              __fadd_rn(__fmul_rn(of[j % 2 * 2 + 1], scale), bias));
+          const float2 of_x = scales_of_x<Tile>(
+              launch.gemm, std::int64_t{place.m} * Tile::kRows + box * kChunk +
+                               (i + j / 2) * 8 + me.in_quad * 2);
+          const auto scaled = [&](float sum, float x_scale) {
+            return __fadd_rn(__fmul_rn(__fmul_rn(sum, x_scale), scale), bias);
+          };
+          packed[j] = pack<T>(scaled(of[j % 2 * 2], of_x.x), scaled(of[j % 2 * 2 + 1], of_x.y));
         }
         const int m = (i + matrix / 2) * 8 + me.lane % 8;
         ptx::stmatrix_transposed(&out[m][(chunk ^ (m % 8)) * 8], packed);

@@ -14,10 +14,10 @@ constexpr int kRows = kConsumers * kWarpgroupRows;  // of x, a tile
 constexpr int kStepBytes = 32;                      // 32 columns, the depth of one wgmma
 constexpr int kSteps = kRowBytes / kStepBytes;
 
-/// Of kCols weight rows: 256, or 128 where tiles are few. E: std::uint8_t, which stands for e4m3, of
-/// which 128 rows are multiplied at a time and added to float32 sums every kAddEvery stages; kBlocks:
-/// times scales of 128 columns of K. Or std::int8_t: exact sums, all of them on the tensor cores.
-/// kSplit: the blocks of a cluster share a tile's columns of K.
+/// Of kCols weight rows: 256, or 128 where tiles are few. E: std::uint8_t, which stands for e4m3,
+/// of which 128 rows are multiplied at a time and added to float32 sums every kAddEvery stages;
+/// kBlocks: times scales of 128 columns of K. Or std::int8_t: exact sums, all of them on the tensor
+/// cores. kSplit: the blocks of a cluster share a tile's columns of K.
 template <class T_, class E_, int kCols_, bool kBlocks_, bool kSplit_>
 struct Tile {
   using T = T_;

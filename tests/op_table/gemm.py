@@ -137,6 +137,18 @@ LINEAR = OpCase(
 )  # fmt: skip
 
 
+def fp8(*shape: int, scale: float = 1.0) -> Lazy:
+    return normal(*shape, scale=scale, dtype=torch.float32).to(torch.float8_e4m3fn)
+
+
+def _positive(*shape: int, scale: float = 1.0) -> Lazy:
+    def make(context: Context) -> Tensor:
+        values = torch.rand(shape, generator=context.generator) * 0.1 + 0.05
+        return (values * scale).to(context.device)
+
+    return Lazy(make)
+
+
 # ---- int4: judged against the dequantised values -----------------------------------------------
 
 
@@ -158,9 +170,28 @@ def _int4_weight(N: int, K: int, group: int, zero_point: bool, act_order: bool) 
     return Lazy(make)
 
 
-def _int4_reference(x: Tensor, weight: Any, bias: Tensor | None = None, **options: Any) -> Tensor:
-    dense = weight.dequantize().to(device=x.device, dtype=x.dtype)
-    return linear(x, dense, bias, **options)
+def _int4_reference(
+    x: Tensor,
+    weight: Any,
+    bias: Tensor | None = None,
+    x_scale: Tensor | None = None,
+    act: str | None = None,
+    norm_weight: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """With `act` values are quantised in float32, as the op does: no other code is judged."""
+    dense = weight.dequantize()
+    dtype = dense.dtype if x.dtype == torch.float8_e4m3fn else x.dtype
+    if act is not None:
+        if norm_weight is not None:
+            x = F.rms_norm(x.double(), x.shape[-1:], norm_weight.double(), 1e-6)
+        x_scale = x.float().abs().amax(-1, keepdim=True) / 448
+        x, norm_weight = (x.float() * (1 / x_scale)).to(torch.float8_e4m3fn), None
+    if x_scale is not None:
+        x = (x.double() * x_scale.double().reshape(-1, 1)).to(dtype)
+    return linear(
+        x, dense.to(device=x.device, dtype=dtype), bias, norm_weight=norm_weight, **options
+    )
 
 
 def _int4_inputs(rows: int) -> dict[str, Any]:
@@ -186,6 +217,32 @@ def _int4_shapes() -> list[Sample]:
                    weight=_int4_weight(130, 96, 32, False, False)),
         ]  # fmt: skip
     return samples
+
+
+def _w4a8_samples() -> list[Sample]:
+    samples = [
+        Sample(f"{rows} rows of fp8", x=fp8(rows, 256), x_scale=_positive(rows), bias=normal(64),
+               weight=_int4_weight(64, 256, 128, False, False))
+        for rows in (1, 9, 33, 70)
+    ]  # fmt: skip
+    return [
+        *samples,
+        Sample("130 rows, quantised here", x=normal(130, 384), act="fp8",
+               weight=_int4_weight(144, 384, 128, False, False)),
+        Sample("130 rows, quantised by the norm", x=normal(130, 256), act="fp8",
+               norm_weight=normal(256), weight=_int4_weight(144, 256, 256, False, False)),
+        Sample("130 rows of fp8, K a block and a half, gated", x=fp8(130, 96), bias=normal(96),
+               x_scale=_positive(1), weight=_int4_weight(96, 96, -1, False, False),
+               activation="silu_mul"),
+        Sample("70 rows of fp8, off 16 bytes", x=fp8(70, 136)[:, 3:131], x_scale=_positive(70),
+               bias=normal(64), weight=_int4_weight(64, 128, 128, False, False)),
+        Sample("70 rows of fp8, activation order", x=fp8(70, 256), x_scale=_positive(70),
+               bias=normal(48), weight=_int4_weight(48, 256, 128, False, True)),
+        Sample("70 rows of fp8, zero points", x=fp8(70, 256), x_scale=_positive(70),
+               bias=normal(48), weight=_int4_weight(48, 256, 128, True, False)),
+        Sample("K long, 130 rows of fp8: a cluster", x=fp8(130, 8192), x_scale=_positive(130),
+               bias=normal(544), weight=_int4_weight(544, 8192, 128, False, False)),
+    ]  # fmt: skip
 
 
 INT4 = OpCase(
@@ -217,6 +274,7 @@ INT4 = OpCase(
                weight=_int4_weight(64, 512, 64, True, False)),
         Sample("K long, 130 rows: a cluster", x=normal(130, 8192), bias=normal(544),
                weight=_int4_weight(544, 8192, 128, True, False), activation="silu_mul"),
+        *_w4a8_samples(),
     ],
     errors=[
         Error(r"x.*64.*\[2, 32\]", x=normal(2, 32), dtype=torch.bfloat16,
@@ -226,23 +284,13 @@ INT4 = OpCase(
         Error(r"x_scale.*None.*a tensor", x=normal(2, 64), dtype=torch.bfloat16,
               x_scale=full((2,), 1.0, torch.float32),
               weight=_int4_weight(8, 64, 64, False, False)),
+        Error(r"act.*'fp8'.*got 'int8'", x=normal(2, 64), dtype=torch.bfloat16, act="int8",
+              weight=_int4_weight(8, 64, 64, False, False)),
     ],
 )  # fmt: skip
 
 
 # ---- fp8: judged against the expanded values ---------------------------------------------------
-
-
-def fp8(*shape: int, scale: float = 1.0) -> Lazy:
-    return normal(*shape, scale=scale, dtype=torch.float32).to(torch.float8_e4m3fn)
-
-
-def _positive(*shape: int, scale: float = 1.0) -> Lazy:
-    def make(context: Context) -> Tensor:
-        values = torch.rand(shape, generator=context.generator) * 0.1 + 0.05
-        return (values * scale).to(context.device)
-
-    return Lazy(make)
 
 
 def _block_scales(scale: Tensor, N: int, K: int) -> Tensor:

@@ -1,6 +1,8 @@
-"""Matrix products with the layers' weights: dense, 4-bit, fp8 and int8."""
+"""Matrix products with the layers' weights: dense, 4-bit and 8-bit floating point."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -8,7 +10,7 @@ from torch import Tensor
 from ridgeline.ops._gradient import inference_only
 from ridgeline.ops.int4_weight import Int4Weight
 from ridgeline.ops.norm import rmsnorm
-from ridgeline.ops.quantize import quantize_int8
+from ridgeline.ops.quantize import quantize_fp8
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -82,6 +84,7 @@ def int4_linear(
     bias: Tensor | None = None,
     *,
     x_scale: Tensor | None = None,
+    act: Literal["fp8"] | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
@@ -97,10 +100,14 @@ def int4_linear(
 
     Args:
         x: ``[..., K]``, the dtype of ``weight.scales`` (float16 or bfloat16; on the CPU float32
-            too), or float8_e4m3fn with ``x_scale``, which is expanded exactly and multiplied in
-            the dtype of the scales.
+            too), or float8_e4m3fn with ``x_scale`` (W4A8), which is expanded exactly and multiplied
+            in the dtype of the scales; or, on Hopper with more than 64 rows, groups that 128
+            divides and no zero points, multiplied as it is by the integers as e4m3: the tensor
+            cores keep 14 bits of a sum of 128 columns, whose scales are applied in float32.
         weight: from :func:`pack_int4` or :meth:`Int4Weight.from_quantized`.
         x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
+        act: "fp8": an ``x`` that is not float8 is quantised here, a scale a row, by a kernel ahead
+            (with ``norm_weight`` the norm's).
         bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
             :func:`linear`. With activation order a kernel of its own prepares ``x``. Row counts
             differ in their kernels on Hopper, so a row has the same bits in every batch with
@@ -115,8 +122,20 @@ def int4_linear(
     Source: layout after Frantar et al., "MARLIN", 2024; dequantisation after Kim et al., "Who Says
         Elephants Can't Run", 2022.
     """
+    values = x
+    if act is not None:
+        if act != "fp8" or x_scale is not None:
+            got = "x_scale beside it" if act == "fp8" else repr(act)
+            raise ValueError(f"act: expected None, or 'fp8' for x that is not float8, got {got}")
+        if norm_weight is None:
+            values, x_scale = quantize_fp8(x, "row")
+        else:
+            values, x_scale = rmsnorm(
+                x, norm_weight, norm_eps, out_quant="fp8", weights_ready=weights_ready
+            )
+            norm_weight = None
     out = _ops.int4_linear(
-        x,
+        values,
         weight.packed,
         weight.scales,
         weight.zeros,
@@ -202,80 +221,10 @@ def fp8_linear(
     return inference_only(out, "fp8_linear", x, bias, residual)
 
 
-def int8_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    x_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    batch_invariant: bool = False,
-    weights_ready: bool = False,
-) -> Tensor:
-    """:func:`linear` with an int8 weight and an int8 ``x``, each with float32 scales.
-
-    Integers are multiplied as they are, and summed exactly in int32; what follows is float32.
-
-    Args:
-        x: ``[..., K]``, int8 with ``x_scale``; or float16, bfloat16 (on the CPU float32 too),
-            quantised here, by a kernel ahead: :func:`quantize_int8`, with ``norm_weight``
-            :func:`rmsnorm` with ``out_quant="int8"``.
-        weight: ``[N, K]``, int8; last dimension contiguous; K at most 131071.
-        weight_scale: float32: one value, or ``[N]``, applied to the product.
-        x_scale: float32, for an int8 ``x`` only: one value, or one a row of ``x``.
-        out_dtype: of the output, for an int8 ``x``; None: bfloat16. Otherwise the dtype of ``x``.
-        bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
-            :func:`linear`; no norm for an int8 ``x``. Bits as in :func:`int4_linear`, but only
-            sums beyond 2**24 can differ.
-
-    Returns:
-        A new contiguous tensor, ``[..., N]`` (gated: ``[..., N / 2]``).
-
-    Raises:
-        ValueError: dtype, device or shape differ from the above; the message names the argument.
-
-    Source: Dettmers et al., "LLM.int8()", 2022; Xiao et al., "SmoothQuant", 2023.
-    """
-    is_int8 = x.dtype == torch.int8
-    out = (out_dtype or torch.bfloat16) if is_int8 else (out_dtype or x.dtype)
-    if not is_int8 and out != x.dtype:
-        raise ValueError(f"out_dtype: expected None or the dtype of x, {x.dtype}, got {out_dtype}")
-    if is_int8 != (x_scale is not None):
-        wanted, got = ("a tensor", "None") if is_int8 else ("None", "a tensor")
-        raise ValueError(f"x_scale: expected {wanted} for x of {x.dtype}, got {got}")
-    codes, scale = x, x_scale
-    if is_int8 and norm_weight is not None:
-        raise ValueError("norm_weight: expected None for x of int8, got a tensor")
-    if norm_weight is not None:
-        codes, scale = rmsnorm(
-            x, norm_weight, norm_eps, out_quant="int8", weights_ready=weights_ready
-        )
-    elif not is_int8:
-        codes, scale = quantize_int8(x)
-    y = _ops.int8_linear(
-        codes,
-        weight,
-        weight_scale,
-        scale,
-        bias,
-        str(out).removeprefix("torch."),
-        activation or "none",
-        residual,
-        batch_invariant,
-        weights_ready,
-    )
-    return inference_only(y, "int8_linear", x, bias, residual)
-
-
 # ---- Shapes without data -----------------------------------------------------------------------
 
 
-def _empty(x: Tensor, N: int, activation: str, dtype: torch.dtype) -> Tensor:
+def empty_output(x: Tensor, N: int, activation: str, dtype: torch.dtype) -> Tensor:
     columns = N // 2 if activation in _GATED else N
     return x.new_empty((*x.shape[:-1], columns), dtype=dtype)
 
@@ -292,7 +241,7 @@ def _(
     batch_invariant: bool,
     weights_ready: bool,
 ) -> Tensor:
-    return _empty(x, weight.shape[0], activation, x.dtype)
+    return empty_output(x, weight.shape[0], activation, x.dtype)
 
 
 @torch.library.register_fake("ridgeline::int4_linear")
@@ -314,7 +263,7 @@ def _(
     batch_invariant: bool,
     weights_ready: bool,
 ) -> Tensor:
-    return _empty(x, N, activation, scales.dtype)
+    return empty_output(x, N, activation, scales.dtype)
 
 
 @torch.library.register_fake("ridgeline::fp8_linear")
@@ -332,23 +281,7 @@ def _(
     batch_invariant: bool,
     weights_ready: bool,
 ) -> Tensor:
-    return _empty(x, weight.shape[0], activation, getattr(torch, out_dtype))
-
-
-@torch.library.register_fake("ridgeline::int8_linear")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    x_scale: Tensor,
-    bias: Tensor | None,
-    out_dtype: str,
-    activation: str,
-    residual: Tensor | None,
-    batch_invariant: bool,
-    weights_ready: bool,
-) -> Tensor:
-    return _empty(x, weight.shape[0], activation, getattr(torch, out_dtype))
+    return empty_output(x, weight.shape[0], activation, getattr(torch, out_dtype))
 
 
 # ---- Costs -------------------------------------------------------------------------------------
@@ -356,7 +289,7 @@ def _(
 _UNITS = {torch.float16: "bf16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
-def _cost(
+def product_cost(
     x: Tensor,
     N: int,
     weight_bytes: int,
@@ -382,7 +315,7 @@ def _(
     norm_weight: Tensor | None = None,
     **_unused: object,
 ) -> Cost:
-    return _cost(
+    return product_cost(
         x,
         weight.shape[0],
         nbytes(weight),
@@ -401,15 +334,17 @@ def _(
     weight: Int4Weight,
     bias: Tensor | None = None,
     *,
+    x_scale: Tensor | None = None,
+    act: str | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     **_unused: object,
 ) -> Cost:
-    read = nbytes(weight.packed, weight.scales, weight.zeros, weight.perm)
+    read = nbytes(weight.packed, weight.scales, weight.zeros, weight.perm, x_scale)
     dtype = weight.scales.dtype
-    unit = _UNITS[dtype]
-    return _cost(x, weight.N, read, dtype, unit, activation, bias, residual, norm_weight)
+    unit = "fp8" if act or x.dtype == torch.float8_e4m3fn else _UNITS[dtype]
+    return product_cost(x, weight.N, read, dtype, unit, activation, bias, residual, norm_weight)
 
 
 @cost_of("fp8_linear")
@@ -430,24 +365,6 @@ def _(
     out = out_dtype or (torch.bfloat16 if is_fp8 else x.dtype)
     unit = "fp8" if is_fp8 else _UNITS[out]
     read = nbytes(weight, weight_scale, x_scale)
-    return _cost(x, weight.shape[0], read, out, unit, activation, bias, residual, norm_weight)
-
-
-@cost_of("int8_linear")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    x_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    **_unused: object,
-) -> Cost:
-    out = out_dtype or (torch.bfloat16 if x.dtype == torch.int8 else x.dtype)
-    read = nbytes(weight, weight_scale, x_scale)
-    others = (bias, residual, norm_weight)
-    return _cost(x, weight.shape[0], read, out, "int8", activation, *others)
+    return product_cost(
+        x, weight.shape[0], read, out, unit, activation, bias, residual, norm_weight
+    )

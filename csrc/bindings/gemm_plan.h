@@ -1,0 +1,38 @@
+#pragma once
+#include <string>
+
+#include "bindings/gemm.h"
+#include "kernels/gemm_config.h"
+
+namespace ridgeline::bindings {
+
+/// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" (in groups of 128)
+/// or "fp8", or "int4_fp8" or "fp8_fp8" for x of fp8, or "int8"; rows are taken to be aligned.
+inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
+                             const std::string& dtype, const std::string& format,
+                             const std::string& activation, bool library, bool batch_invariant,
+                             bool hopper) {
+  const bool int4 = format == "int4" || format == "int4_fp8";
+  const bool fp8 = format == "fp8" || format == "fp8_fp8", int8 = format == "int8";
+  check(int4 || fp8 || int8 || format == "dense", "format: expected 'dense', 'int4', 'int4_fp8', ",
+        "'int8', 'fp8' or 'fp8_fp8', got '", format, "'");
+  const gemm_config::Shape shape{.M = M,
+                                 .N = checked_int32(N, "N"),
+                                 .K = checked_int32(K, "K"),
+                                 .dtype = named_dtype(dtype),
+                                 .format = int4   ? WeightFormat::kInt4
+                                           : fp8  ? WeightFormat::kFp8
+                                           : int8 ? WeightFormat::kInt8
+                                                  : WeightFormat::kDense,
+                                 .activation = activation_of(activation),
+                                 .group = kScaleBlock,
+                                 .hopper = hopper,
+                                 .weight_aligned = true,
+                                 .whole_vectors = true,
+                                 .byte_x = int8 || format == "fp8_fp8" || format == "int4_fp8",
+                                 .library = library,
+                                 .batch_invariant = batch_invariant};
+  return gemm_config::choose(shape).to_text();
+}
+
+}  // namespace ridgeline::bindings
