@@ -14,6 +14,7 @@ from timer import Bench
 
 # Experts, chosen by a token, K, N of the first product: Mixtral's and Qwen3-30B-A3B's.
 SHAPES = [(8, 2, 4096, 28672), (128, 8, 2048, 1536)]
+GROUP = 128  # columns that share a scale of int4
 TOKENS = [1, 4, 16, 64, 256, 1024, 8192]
 
 
@@ -64,6 +65,38 @@ def measure(bench: Bench, experts: int, chosen: int, K: int, N: int, tokens: int
             if impl == "ridgeline":
                 raise
             print(f"grouped_linear {impl}: {str(error).splitlines()[0]}")
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randn(shape, device=bench.device, dtype=dtype).to(torch.float8_e4m3fn)
+
+    def make_fp8() -> list[Tensor]:
+        scales = torch.rand(experts, N, device=bench.device)
+        return [codes(tokens, K), codes(experts, N, K), scales, scales.new_ones(tokens)]
+
+    def make_int4() -> list[Tensor]:
+        shape = (experts, N // 16, K // 64, 32, 4)
+        packed = torch.randint(-(2**31), 2**31, shape, device=bench.device, dtype=torch.int32)
+        scales = torch.rand(experts, K // GROUP, N, device=bench.device).to(dtype)
+        return [torch.randn(tokens, K, device=bench.device, dtype=dtype), packed, scales]
+
+    def fp8(x: Tensor, weight: Tensor, scale: Tensor, x_scale: Tensor) -> Tensor:
+        return ops.grouped_fp8_linear(
+            x, weight, scale, offsets, rows=rows, x_scale=x_scale, out_dtype=dtype
+        )
+
+    def int4(x: Tensor, packed: Tensor, scales: Tensor) -> Tensor:
+        weight = ops.Int4Experts(packed, scales, None, N, K, GROUP)
+        return ops.grouped_int4_linear(x, weight, offsets, rows=rows)
+
+    for op, made, op_call, bits, x_bytes in (
+        ("grouped_fp8_linear", make_fp8, fp8, 8.0, 1),
+        ("grouped_int4_linear", make_int4, int4, 4 + 16 / GROUP, element),
+    ):
+        moved = int(touched * N * K * bits / 8) + x_bytes * tokens * K + element * count * N
+        unit = "fp32" if bench.device == "cpu" else "fp8" if x_bytes == 1 else "bf16"
+        cost = Cost(bytes=moved, flops=2 * count * N * K, unit=unit)
+        bench.measure(op=op, impl="ridgeline", make=made, call=op_call, cost=cost,
+                      fields=fields, reads_only=count <= 64 * touched)  # fmt: skip
 
 
 def main() -> None:
