@@ -100,13 +100,13 @@ __device__ __forceinline__ void send_part(const Launch& launch, const WarpState<
   for (int i = 0; i < Tile::kSums; ++i) {
     const float(&sums)[4] = warp.sums[i][0];
     const int unit = 8 * (warp.warp * Tile::kSums + i) + warp.g;
-    ptx::put_vector_in_block(
+    ptx::put_in_block(
         &exchange.sums[(rank() * pairs + warp.t) * kUnits<Tile> + unit % kUnits<Tile>],
         make_float4(sums[0], sums[1], sums[2], sums[3]), &exchange.arrived, unit / kUnits<Tile>);
   }
   const int to = warp.warp * 8 + warp.g;
   if (to < kCluster)
-    ptx::put_vector_in_block(
+    ptx::put_in_block(
         &exchange.ends[rank() * pairs + warp.t],
         make_float4(gathered.base[0], gathered.sum[0], gathered.base[1], gathered.sum[1]),
         &exchange.arrived, to);
