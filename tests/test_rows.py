@@ -12,9 +12,10 @@ from ridgeline import ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS = 300
-# Few rows (up to 132) are shared by more threads; 1 to 67 by blocks with room for their dependents.
-PARTS = [(0, 1), (7, 1), (299, 1), (3, 16), (3, 17), (0, 64), (100, 132), (100, 133)]
-# One warp, full rows, rows that do not fill the threads, eight pieces a thread, streamed ones.
+# Few rows (up to 132) are shared by more threads, each row by one, two or four blocks: four up to
+# 8 or 16 rows, two up to 32; 1 to 67 by blocks with room for their dependents.
+PARTS = [(0, 1), (7, 1), (299, 1), (3, 16), (3, 17), (5, 33), (0, 64), (100, 132), (100, 133)]
+# One warp, full rows, rows that do not fill the threads, rows of four blocks, streamed ones.
 WIDTHS = [256, 4096, 5120, 8192, 16384, 259]
 
 
@@ -23,6 +24,7 @@ def _ops(device: str, cols: int) -> dict[str, Callable[[Tensor], tuple[Tensor, .
     return {
         "rmsnorm": lambda x: (ops.rmsnorm(x, weight),),
         "rmsnorm fp8": lambda x: ops.rmsnorm(x, weight, out_quant="fp8"),
+        "rmsnorm fp8 by group": lambda x: ops.rmsnorm(x, weight, out_quant="fp8_group"),
         "add_rmsnorm": lambda x: (ops.add_rmsnorm(x, x.flip(-1), weight),),
         "layernorm": lambda x: (ops.layernorm(x, weight, bias),),
         "layernorm off the origin": lambda x: (ops.layernorm(x + 100, weight, bias),),

@@ -13,6 +13,13 @@ inline int attribute(cudaDeviceAttr which) {
 
 inline int multiprocessors() { return attribute(cudaDevAttrMultiProcessorCount); }
 
+/// Whether the device, and the loaded code of `kernel`, have clusters.
+template <auto kKernel>
+bool has_clusters() {
+  static const bool is_new = can_wait(kKernel);
+  return is_new && attribute(cudaDevAttrClusterLaunch) != 0;
+}
+
 /// Whether this build has code of sm_90a and this device runs it: wgmma and setmaxnreg are in no
 /// other architecture, earlier or later. The build says so by RIDGELINE_SM90A.
 inline bool runs_sm90a() {

@@ -2,17 +2,19 @@
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
+#include <type_traits>
 
 #include "common/dispatch.h"
 #include "common/math.h"
+#include "device/ptx/cluster_share.cuh"
 #include "device/ptx/compute_here.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/prefetch.cuh"
 #include "device/reduce.cuh"
 #include "device/vec.cuh"
 
-/// One block a row: a thread's share of the row behind one interface, so that a kernel that passes
-/// over the row several times is written once, whatever the row's width:
+/// One block a row, or one cluster: a thread's share of the row behind one interface, so that a
+/// kernel that passes over the row several times is written once, whatever the row's width:
 ///   Row row(x, cols); row.load(x); row.visit([&](int i, int column, auto& piece) { … });
 /// A piece is a Vec of Row::kWidth elements; each visit goes over the same pieces, counted by i.
 namespace ridgeline::device {
@@ -23,20 +25,24 @@ namespace ridgeline::device {
 /// Requires: rows aligned to 16 bytes, cols a multiple of kWidth. kFull: rows that begin at such a
 /// line and are just as long as all the threads' pieces, so that none is asked whether it is inside
 /// (H200, bf16 layernorm with GELU: 8192 x 4096 37.5 us and 36.2 full, 8192 x 8192 71.9 and 68.5).
-template <class T, int kVecs, bool kFull_ = false>
+/// kShared: the blocks of a cluster, of any size, share the row.
+template <class T, int kVecs, bool kFull_ = false, bool kShared_ = false>
 class HeldRow {
  public:
   static constexpr bool kHeld = true;
   static constexpr bool kFull = kFull_;
+  static constexpr bool kShared = kShared_;
   static constexpr int kWidth = Vec<T>::kSize;
   static constexpr int kPieces = kVecs;
-  static constexpr int kMaxThreads = 512;
-  static constexpr int kMinBlocks = kVecs <= 4 ? 2 : 1;  // 64 and 128 registers: no spill
+  static constexpr int kMaxThreads = kVecs == 2 ? 512 : 1024;
+  static constexpr int kMinBlocks = 1024 / kMaxThreads;  // 64 registers: no spill
 
   /// Deals the pieces out for a row at `row`; loads nothing.
   __device__ HeldRow(const T* row, int cols)
-      : cols_(cols),
-        skipped_(kFull ? 0 : reinterpret_cast<std::uintptr_t>(row) % 128 / sizeof(Vec<T>)) {}
+      : cols_(cols), first_(static_cast<int>(threadIdx.x)) {
+    if constexpr (kShared) first_ += ptx::cluster_rank() * kVecs * static_cast<int>(blockDim.x);
+    if constexpr (!kFull) first_ -= reinterpret_cast<std::uintptr_t>(row) % 128 / sizeof(Vec<T>);
+  }
 
   __device__ void load(const T* data) {
     visit_padded([&](int, int column, Vec<T>& piece, bool inside) {
@@ -62,21 +68,18 @@ class HeldRow {
     });
   }
 
-  /// Up to four pieces: also calls fn, told so by its last argument, for the thread's pieces
-  /// outside of the row; they are zeros and stand at column 0. No branch parts the pieces, so that
-  /// what fn loads for one is on its way while another is computed (H200, bf16 layernorm 8192 x
-  /// 4096: 37.6 us with branches, 35.2). Beside eight pieces that takes the registers of other
-  /// blocks (rmsnorm 8192 x 8200: 69.7 us with branches, 78.6). kAll: so with any number of pieces,
-  /// for all threads of a warp to meet in each.
-  template <bool kAll = kVecs <= 4, class Fn>
+  /// Also calls fn, told so by its last argument, for the thread's pieces outside of the row; they
+  /// are zeros and stand at column 0. No branch parts the pieces, so that what fn loads for one is
+  /// on its way while another is computed (H200, bf16 layernorm 8192 x 4096: 37.6 us with branches,
+  /// 35.2).
+  template <class Fn>
   __device__ void visit_padded(Fn&& fn) {
 #pragma unroll
     for (int i = 0; i < kVecs; ++i) {
-      const int number = i * static_cast<int>(blockDim.x);
-      const int column = (number + static_cast<int>(threadIdx.x) - skipped_) * kWidth;
+      const int column = (first_ + i * static_cast<int>(blockDim.x)) * kWidth;
       const bool inside =
           kFull || static_cast<unsigned>(column) < static_cast<unsigned>(cols_);
-      if (kAll || inside) fn(i, inside ? column : 0, vecs_[i], inside);
+      fn(i, inside ? column : 0, vecs_[i], inside);
     }
   }
 
@@ -85,7 +88,7 @@ class HeldRow {
  private:
   Vec<T> vecs_[kVecs];
   int cols_;
-  int skipped_;  // pieces between the line's begin and the row's
+  int first_;  // the thread's first piece, counted from the row's begin
 };
 
 /// The share left in memory and read again by each visit, through L2: for rows wider than the
@@ -95,6 +98,7 @@ class StreamedRow {
  public:
   static constexpr bool kHeld = false;
   static constexpr bool kFull = false;
+  static constexpr bool kShared = false;
   static constexpr int kWidth = kVecWidth;
   static constexpr int kPieces = 0;
   static constexpr int kMaxThreads = 512;
@@ -137,14 +141,17 @@ class StreamedRow {
 };
 
 /// Writes a piece if it is `inside`. Else the compiler moves the whole computation of the piece
-/// into the branch, and the pieces wait for their loads one after the other.
+/// into the branch, and the pieces wait for their loads one after the other. Codes are taken in
+/// pairs, as they are converted: words of them would be put together byte by byte (H200, bf16
+/// rmsnorm 8192 x 4096 to e4m3 by group: 29.5 us, in pairs 27.0).
 template <class T, int kCount>
 __device__ __forceinline__ void store_inside(T* p, Vec<T, kCount> piece, bool inside) {
-  if constexpr (sizeof(piece) % sizeof(std::uint32_t) == 0) {
-    auto* words = reinterpret_cast<std::uint32_t*>(piece.data);
+  using Part = std::conditional_t<sizeof(T) == 1, std::uint16_t, std::uint32_t>;
+  if constexpr (sizeof(piece) % sizeof(Part) == 0) {
+    auto* parts = reinterpret_cast<Part*>(piece.data);
 #pragma unroll
-    for (int j = 0; j < static_cast<int>(sizeof(piece) / sizeof(std::uint32_t)); ++j)
-      ptx::compute_here(words[j]);
+    for (int j = 0; j < static_cast<int>(sizeof(piece) / sizeof(Part)); ++j)
+      ptx::compute_here(parts[j]);
   }
   if (inside) store(p, piece);
 }
@@ -183,46 +190,68 @@ __device__ __forceinline__ void wait_then_start_dependents() {
   if (leaves_uneven_room()) ptx::launch_dependents();
 }
 
+/// This block's row.
+template <class Row>
+__device__ __forceinline__ std::int64_t row_index() {
+  return Row::kShared ? ptx::cluster_index() : blockIdx.x;
+}
+
+/// A shared row is at most so many times as long as one block of it could hold.
+constexpr int kMostShares = 2;
+
 /// How a row of T is shared out, decided on the host.
 struct RowLayout {
+  std::int64_t rows;
   int cols;
   bool vectors;  // every row is aligned to 16 bytes and a whole number of them long
   bool lines;    // every row begins at a 128-byte line
-  bool few = false;   // not a row for each SM: see kFewShares
-  bool full = false;  // a HeldRow of kFull may be used
+  bool full = false;    // a HeldRow of kFull may be used
+  int most_blocks = 1;  // of a cluster that may share a row
 };
+
+/// How many blocks of a cluster share each of a few rows of `pieces`, two pieces a thread: as many
+/// as leave half of the SMs free and two warps busy, and two at least for more than 256 threads
+/// (H200, bf16 rmsnorm 1 x 8192: 1.41 us in one block, 1.21 in two, 1.12 in four; with a residual
+/// 64 x 8192: 2.52 in one, 2.46 in two; 32 x 4096: 1.19 in one, 1.20 in two, 1.37 in four).
+inline int blocks_sharing(const RowLayout& layout, int pieces) {
+  int blocks = 1;
+  while (2 * blocks <= layout.most_blocks &&
+         (pieces > 512 * blocks || (layout.rows * blocks <= 32 && pieces >= 256 * blocks)))
+    blocks *= 2;
+  return blocks;
+}
 
 /// Calls fn(Type<Row>{}, threads). kStreamVectors: rows wider than registers are streamed 16 bytes
 /// at a time instead of element by element. kFewShares: each of a few rows goes to twice the
-/// threads. kFullRows: rows that allow it are held as full ones.
-template <class T, bool kStreamVectors, bool kFewShares = false, bool kFullRows = false, class Fn>
+/// threads, of fn(Type<Row>{}, threads, blocks) where kShared. kFullRows: rows that allow it are
+/// held as full ones.
+template <class T, bool kStreamVectors, bool kFewShares = false, bool kFullRows = false,
+          bool kShared = false, class Fn>
 void dispatch_row(const RowLayout& layout, Fn&& fn) {
   constexpr int kWidth = Vec<T>::kSize;
   // 128 threads of four pieces each: H200, rmsnorm of bf16 8192 x 4096: 33.9 us; 256 of two: 37.6.
-  constexpr int kFew = 4, kMany = 8;
+  constexpr int kFew = 2, kMany = 4;
   const auto threads_for = [&](int pieces, int each) {
     return std::max(kWarpSize, round_up(ceil_div(pieces, each), kWarpSize));
   };
   const int pieces = ceil_div(layout.cols, kWidth) + (layout.lines ? 0 : 128 / 16 - 1);
-  const auto can_be_full = [&](int each) {
-    return layout.full && layout.lines && pieces % (each * kWarpSize) == 0 &&
-           layout.cols % kWidth == 0;
-  };
   if constexpr (kFewShares) {
-    if (layout.few && layout.vectors && pieces <= 2 * HeldRow<T, 2>::kMaxThreads) {
-      if constexpr (kFullRows)
-        if (can_be_full(2)) return fn(Type<HeldRow<T, 2, true>>{}, pieces / 2);
-      return fn(Type<HeldRow<T, 2>>{}, threads_for(pieces, 2));
+    using Row = HeldRow<T, kFew, false, kShared>;
+    const int blocks = blocks_sharing(layout, pieces);
+    const int most = kFew * Row::kMaxThreads * std::min(blocks, kMostShares);
+    if (layout.rows <= kFewRows && layout.vectors && pieces <= most) {
+      const int threads = threads_for(pieces, kFew * blocks);
+      if constexpr (kShared) return fn(Type<Row>{}, threads, blocks);
+      else return fn(Type<Row>{}, threads);
     }
   }
+  const bool held = layout.vectors && pieces <= kMany * HeldRow<T, kMany>::kMaxThreads;
   if constexpr (kFullRows) {
-    if (layout.vectors && can_be_full(kFew) && pieces <= kFew * HeldRow<T, kFew>::kMaxThreads)
-      return fn(Type<HeldRow<T, kFew, true>>{}, pieces / kFew);
+    const bool full = layout.full && layout.lines && layout.cols > 0 &&
+                      layout.cols % (kMany * kWarpSize * kWidth) == 0;
+    if (held && full) return fn(Type<HeldRow<T, kMany, true>>{}, pieces / kMany);
   }
-  if (layout.vectors && pieces <= kFew * HeldRow<T, kFew>::kMaxThreads)
-    return fn(Type<HeldRow<T, kFew>>{}, threads_for(pieces, kFew));
-  if (layout.vectors && pieces <= kMany * HeldRow<T, kMany>::kMaxThreads)
-    return fn(Type<HeldRow<T, kMany>>{}, threads_for(pieces, kMany));
+  if (held) return fn(Type<HeldRow<T, kMany>>{}, threads_for(pieces, kMany));
   if constexpr (kStreamVectors) {
     if (layout.vectors)
       return fn(Type<StreamedRow<T, kWidth>>{}, StreamedRow<T, kWidth>::kMaxThreads);

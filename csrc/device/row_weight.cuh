@@ -6,13 +6,12 @@
 namespace ridgeline::device {
 
 /// The pieces of a weight vector that stand beside a row's pieces, of the row's type or, kFloat, of
-/// fp32. With kAhead, weights of the row's type are kept in registers beside a short share, read
+/// fp32. With kAhead, weights of the row's type are kept in registers beside a held row, read
 /// ahead; others are read when they are used, from L1 or L2.
 template <class T, class Row, bool kFloat, bool kAhead>
 class RowWeight {
  public:
-  // Beside eight pieces they would take the registers that a second block on the SM needs.
-  static constexpr bool kKept = kAhead && !kFloat && Row::kHeld && Row::kPieces <= 4;
+  static constexpr bool kKept = kAhead && !kFloat && Row::kHeld;
 
   /// `data` null stands for zeros; beside a full row it is never null.
   __device__ RowWeight(const Row& row, const void* data)

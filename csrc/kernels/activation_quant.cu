@@ -6,6 +6,7 @@
 #include "common/quant_scale.h"
 #include "device/activation.cuh"
 #include "device/encode.cuh"
+#include "device/fill.cuh"
 #include "device/launch.cuh"
 #include "device/row.cuh"
 #include "kernels/activation.h"
@@ -15,7 +16,7 @@ namespace {
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kMaxWarps = 512 / device::kWarpSize;
+constexpr int kMaxWarps = 1024 / device::kWarpSize;
 constexpr int kGroupThreads = 128;
 constexpr int kGroupsEach = 2;  // groups a thread has a piece of: four loads in flight
 constexpr int kFewBlocks = 4 * 132;  // up to so many, threads have one group each: more SMs work
@@ -180,15 +181,17 @@ void by_group(const GatedQuantParams& params, bool vectors, Stream stream) {
 }  // namespace
 
 void gated_act_quant(const GatedQuantParams& params, Stream stream) {
+  if (params.cols == 0 && !params.by_group)
+    device::fill_with_ones(params.y_scale, params.rows, stream, "silu_mul");
   if (params.rows == 0 || params.cols == 0) return;
   const auto element = static_cast<std::int64_t>(size_of(params.dtype));
   const bool vectors = device::all_aligned(16, {params.x, params.y},
                                            {params.stride_x_row * element, params.cols * element});
   // Halves are dealt out from their own begins.
-  const device::RowLayout layout{.cols = params.cols,
+  const device::RowLayout layout{.rows = params.rows,
+                                 .cols = params.cols,
                                  .vectors = vectors,
-                                 .lines = true,
-                                 .few = params.rows <= device::kFewRows};
+                                 .lines = true};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (params.by_group) return by_group<T>(params, vectors, stream);

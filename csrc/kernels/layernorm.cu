@@ -2,6 +2,7 @@
 
 #include "device/activation.cuh"
 #include "device/launch.cuh"
+#include "device/properties.cuh"
 #include "device/row.cuh"
 #include "device/row_reduce.cuh"
 #include "device/row_weight.cuh"
@@ -63,11 +64,11 @@ __device__ void store_row(T* y, Row& row, const Weight& weight, const Weight& bi
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
-/// Row deals it. Shared memory: three floats a segment. Beside few rows weight and bias are on
-/// their way together with the row; else they are read where they are used, since kept beside the
-/// row they take the registers of other blocks (H200, bf16 8192 x 4096 with GELU: 40.8 us,
-/// kept 42.8).
+/// Grid: one block a row, or a cluster. Block: a whole number of warps; a thread owns the pieces of
+/// the row that Row deals it. Shared memory: four floats a segment. Beside few rows weight and bias
+/// are on their way together with the row; else they are read where they are used, since kept
+/// beside the row they take the registers of other blocks (H200, bf16 8192 x 4096 with GELU: 40.8
+/// us, kept 42.8).
 ///
 /// Bytes: the row in and out, weight and bias from L2. With GELU about 20 instructions an element,
 /// of the 33 that fit in its share of the time at the bandwidth of an H200: still bandwidth.
@@ -79,7 +80,8 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   constexpr bool kFew = Row::kPieces == 2;
 
   device::start_dependents();
-  const std::int64_t index = blockIdx.x;
+  device::open_scratch<Row>(scratch[0], scratch[1]);
+  const std::int64_t index = device::row_index<Row>();
   const float share_of_one = 1.0f / static_cast<float>(params.cols);
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
   Row row(x, params.cols);
@@ -107,34 +109,39 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   }
 }
 
-}  // namespace
-
 // ---- Launch -------------------------------------------------------------------------------------
+
+constexpr auto kAnyKernel =
+    layernorm_kernel<float, device::HeldRow<float, 2, false, true>, true, true>;
+
+}  // namespace
 
 void layernorm(const LayerNormParams& params, Stream stream) {
   if (params.rows == 0 || params.cols == 0) return;
   const std::int32_t rows = checked_int32(params.rows, "x: rows");
   const auto element = static_cast<std::int64_t>(size_of(params.dtype));
   const std::int64_t x_bytes = params.stride_x_row * element;
-  const bool float_weights = params.weight_dtype == DType::kFloat32;
   const device::RowLayout layout{
+      .rows = params.rows,
       .cols = params.cols,
       .vectors = device::all_aligned(16, {params.x, params.weight, params.bias, params.y},
                                      {x_bytes, params.cols * element}),
       .lines = device::all_aligned(128, {params.x}, {x_bytes}),
-      .few = rows <= device::kFewRows,
-      .full = params.bias != nullptr};
+      .full = params.bias != nullptr,
+      .most_blocks = device::has_clusters<kAnyKernel>() ? 4 : 1};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    device::dispatch_row<T, false, true, true>(layout, [&](auto row_type, int threads) {
-      using Row = typename decltype(row_type)::type;
-      dispatch_bool(params.activation != Activation::kNone, [&](auto has_activation) {
-        dispatch_bool(float_weights, [&](auto is_float) {
-          constexpr bool kFloatWeights = is_float() || sizeof(T) == sizeof(float);
-          device::launch_chained<layernorm_kernel<T, Row, kFloatWeights, has_activation()>>(
-              dim3(rows), dim3(threads), 0, stream, params, "layernorm");
-        });
-      });
+    dispatch_bool(params.weight_dtype == DType::kFloat32, [&](auto is_float) {
+      constexpr bool kFloatWeights = is_float() || sizeof(T) == sizeof(float);
+      constexpr bool kFullRows = !kFloatWeights;
+      device::dispatch_row<T, false, true, kFullRows, true>(
+          layout, [&](auto row_type, int threads, int blocks = 1) {
+            using Row = typename decltype(row_type)::type;
+            dispatch_bool(params.activation != Activation::kNone, [&](auto has_activation) {
+              device::launch_chained<layernorm_kernel<T, Row, kFloatWeights, has_activation()>>(
+                  dim3(rows * blocks), dim3(threads), 0, stream, params, "layernorm", blocks);
+            });
+          });
     });
   });
 }

@@ -5,6 +5,7 @@
 #include "common/math.h"
 #include "common/quant_scale.h"
 #include "device/encode.cuh"
+#include "device/fill.cuh"
 #include "device/launch.cuh"
 #include "device/row.cuh"
 #include "device/vec.cuh"
@@ -16,7 +17,7 @@ using Granularity = QuantizeParams::Granularity;
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kMaxWarps = 512 / device::kWarpSize;
+constexpr int kMaxWarps = 1024 / device::kWarpSize;
 constexpr int kGroupThreads = 128;
 constexpr int kGroupsEach = 4;     // groups a thread has a piece of: four loads in flight
 constexpr int kFewBlocks = 2 * 132;  // up to so many, threads have one group each: more SMs work
@@ -112,29 +113,7 @@ __global__ void __launch_bounds__(kThreads)
   tile.store(scale);
 }
 
-/// Grid: enough blocks for `count` scales; each becomes `value`.
-struct FillScales {
-  float* scale;
-  std::int64_t count;
-  float value;
-};
-
-__global__ void __launch_bounds__(kGroupThreads)
-    fill_scales_kernel(const __grid_constant__ FillScales fill) {
-  device::start_dependents();
-  device::wait_then_start_dependents();
-  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i < fill.count) fill.scale[i] = fill.value;
-}
-
 // ---- Launch -------------------------------------------------------------------------------------
-
-void fill_scales(const FillScales& fill, Stream stream) {
-  if (fill.count == 0) return;
-  const std::int64_t blocks = ceil_div<std::int64_t>(fill.count, kGroupThreads);
-  device::launch_chained<fill_scales_kernel>(dim3(checked_int32(blocks, "x: rows")),
-                                             dim3(kGroupThreads), 0, stream, fill, "quantize_fp8");
-}
 
 template <class T>
 void quantize_rows(const QuantizeParams& params, const device::RowLayout& layout, Stream stream) {
@@ -181,15 +160,15 @@ void quantize(const QuantizeParams& params, Stream stream) {
   const bool per_tensor = params.granularity == Granularity::kTensor;
   const bool per_row = params.granularity == Granularity::kRow;
   if (empty && (per_tensor || per_row))
-    fill_scales({params.scale, per_row ? params.rows : 1, 1.0f}, stream);
+    device::fill_with_ones(params.scale, per_row ? params.rows : 1, stream, "quantize_fp8");
   if (empty) return;
   const auto element = static_cast<std::int64_t>(size_of(params.dtype));
   const std::int64_t x_bytes = params.stride_x_row * element;
   const device::RowLayout layout{
+      .rows = params.rows,
       .cols = params.cols,
       .vectors = device::all_aligned(16, {params.x, params.q}, {x_bytes, params.cols * element}),
-      .lines = device::all_aligned(128, {params.x}, {x_bytes}),
-      .few = params.rows <= device::kFewRows};
+      .lines = device::all_aligned(128, {params.x}, {x_bytes})};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     switch (params.granularity) {

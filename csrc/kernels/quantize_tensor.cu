@@ -84,10 +84,12 @@ __global__ void __launch_bounds__(kClusterThreads)
   const int warps = static_cast<int>(blockDim.x) / device::kWarpSize;
   const int warp = device::warp_index(), lane = threadIdx.x % device::kWarpSize;
   device::start_dependents();
-  if (threadIdx.x == 0)
+  if (threadIdx.x == 0) {
+    ptx::init_puts(&arrived);
     ptx::expect_puts(&arrived, blocks * warps * static_cast<int>(sizeof(float)));
+  }
   ptx::cluster_arrive();
-  ptx::cluster_wait();  // every block's barrier expects
+  ptx::cluster_wait();  // every block's barrier is made
   device::wait_then_start_dependents();
 
   const int count = static_cast<int>(params.rows) * params.cols;

@@ -13,7 +13,7 @@ using Op = RowReduceParams::Op;
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kMaxWarps = 512 / device::kWarpSize;
+constexpr int kMaxWarps = 1024 / device::kWarpSize;
 
 // ---- Phases -------------------------------------------------------------------------------------
 
@@ -122,10 +122,10 @@ void row_reduce(const RowReduceParams& params, Stream stream) {
   const auto element = static_cast<std::int64_t>(size_of(params.dtype));
   const std::int64_t x_bytes = params.stride_x_row * element;
   const device::RowLayout layout{
+      .rows = params.rows,
       .cols = params.cols,
       .vectors = device::all_aligned(16, {params.x}, {x_bytes, params.cols * element}),
       .lines = device::all_aligned(128, {params.x}, {x_bytes}),
-      .few = rows <= device::kFewRows,
       .full = true};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;

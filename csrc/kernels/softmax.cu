@@ -10,7 +10,7 @@ namespace {
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kMaxWarps = 512 / device::kWarpSize;
+constexpr int kMaxWarps = 1024 / device::kWarpSize;
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
@@ -55,6 +55,7 @@ void softmax(const SoftmaxParams& params, Stream stream) {
   const auto element = static_cast<std::int64_t>(size_of(params.dtype));
   const std::int64_t x_bytes = params.stride_x_row * element;
   const device::RowLayout layout{
+      .rows = params.rows,
       .cols = params.cols,
       .vectors = device::all_aligned(16, {params.x, params.y}, {x_bytes, params.cols * element}),
       .lines = device::all_aligned(128, {params.x}, {x_bytes}),

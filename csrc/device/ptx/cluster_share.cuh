@@ -26,6 +26,17 @@ __device__ __forceinline__ int cluster_rank() {
   return static_cast<int>(rank);
 }
 
+/// Which cluster of the grid this is.
+__device__ __forceinline__ std::uint32_t cluster_index() {
+#if __CUDA_ARCH__ >= 900
+  std::uint32_t index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+#else
+  return blockIdx.x;
+#endif
+}
+
 /// The same object in the shared memory of block `rank`, to be read, written or added to there.
 template <class T>
 __device__ __forceinline__ T* in_block(T* shared, int rank) {
@@ -38,12 +49,17 @@ __device__ __forceinline__ T* in_block(T* shared, int rank) {
 #endif
 }
 
-/// Makes a barrier at which `bytes` of put_in_block are to be counted, once. One thread does it;
-/// then the cluster meets. wait_for_puts: they are here.
-__device__ __forceinline__ void expect_puts(std::uint64_t* barrier, int bytes) {
+/// Makes a barrier that counts the bytes of put_in_block, once. One thread does it; then the
+/// cluster meets. expect_puts: one thread says how many; some may be here by then. wait_for_puts:
+/// they are here.
+__device__ __forceinline__ void init_puts(std::uint64_t* barrier) {
 #if __CUDA_ARCH__ >= 900
   mbarrier_init(barrier, 1);
   fence_mbarrier_init();
+#endif
+}
+__device__ __forceinline__ void expect_puts(std::uint64_t* barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
   mbarrier_expect(barrier, bytes);
 #endif
 }

@@ -7,5 +7,8 @@ namespace ridgeline::ptx {
 __device__ __forceinline__ void compute_here(std::uint32_t& word) {
   asm volatile("" : "+r"(word));
 }
+__device__ __forceinline__ void compute_here(std::uint16_t& half) {
+  asm volatile("" : "+h"(half));
+}
 
 }  // namespace ridgeline::ptx
