@@ -12,73 +12,133 @@ namespace {
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kMaxWarps = kTileThreads / device::kWarpSize;
-constexpr int kFewTiles = 132;
+constexpr int kThreads = 512;  // of a chunk
+constexpr int kManyPieces = 4;  // of a chunk a thread: loads in flight
+constexpr int kFewChunks = 2 * 132;  // up to so many, threads have one piece each: more SMs work
 
-// A whole tensor in the registers of one cluster. More would wait for its few SMs (H200, bf16:
-// 8 x 8192 1.3 us; 64 x 8192 in 16 blocks 3.4).
+// A whole tensor in the registers of one cluster, whose few SMs share a part of L2's bandwidth
+// (H200, bf16: 16 x 8192 2.1 us, in two passes 2.2; 32 x 8192 in 16 blocks 2.7, in two passes 2.6).
 constexpr int kMostClusterBlocks = 8;
 constexpr int kClusterThreads = 512;
-constexpr int kHeldPieces = 2;
+constexpr int kMostHeld = 4;  // pieces a thread
 
-/// A tensor that no cluster holds.
+/// A tensor that no cluster holds, as pieces of 16 bytes.
 struct TensorLaunch {
   QuantizeParams params;
-  unsigned tiles;
+  bool vectors;
+  unsigned pieces;  // of the tensor
+  unsigned across;  // of a row
+  unsigned chunks;
   unsigned partials;
 };
 
 // ---- Kernels ------------------------------------------------------------------------------------
 
-/// The first pass over a tensor that no cluster holds. Grid: up to kPartials blocks, which share
-/// the tiles out; each leaves its largest magnitude. Bytes: x in: bandwidth.
-template <class T, bool kVector>
-__global__ void __launch_bounds__(kTileThreads)
+/// A thread's pieces of one chunk. kFlat: whole, aligned pieces that lie together; else the pieces
+/// of rows, of which one may be narrower.
+template <class T, bool kFlat, int kEach>
+struct Chunk {
+  static constexpr int kPiece = device::Vec<T>::kSize;
+
+  const TensorLaunch& launch;
+  unsigned first;  // piece
+  device::Vec<T, kPiece> pieces[kEach];
+
+  __device__ Chunk(const TensorLaunch& launch, unsigned chunk)
+      : launch(launch), first(chunk * (kEach * kThreads) + threadIdx.x) {}
+
+  /// Calls fn(piece, its place in x, in q, how many elements exist).
+  template <class Fn>
+  __device__ void visit(Fn&& fn) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const unsigned number = first + i * kThreads;
+      const bool exists = number < launch.pieces;
+      if constexpr (kFlat) {
+        const std::int64_t at = static_cast<std::int64_t>(number) * kPiece;
+        fn(pieces[i], at, at, exists ? kPiece : 0);
+      } else {
+        const std::int64_t row = number / launch.across;  // divided in 32 bits
+        const int column = static_cast<int>(number % launch.across) * kPiece;
+        fn(pieces[i], row * launch.params.stride_x_row + column, row * launch.params.cols + column,
+           exists ? launch.params.cols - column : 0);
+      }
+    }
+  }
+
+  __device__ void load() {
+    const T* x = static_cast<const T*>(launch.params.x);
+    visit([&](auto& piece, std::int64_t at, std::int64_t, int count) {
+      if (kFlat || launch.vectors) piece = load_some<true, kPiece>(x + at, count);
+      else piece = load_some<false, kPiece>(x + at, count);
+    });
+  }
+
+  __device__ float amax() const {
+    float largest = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      largest = device::MaxOrNaN::combine(largest, magnitude(pieces[i]));
+    return largest;
+  }
+
+  __device__ void store(float inverse) {
+    auto* q = static_cast<std::uint8_t*>(launch.params.q);
+    visit([&](auto& piece, std::int64_t, std::int64_t at, int count) {
+      if (kFlat || launch.vectors) store_some<true>(q + at, piece, count, inverse);
+      else store_some<false>(q + at, piece, count, inverse);
+    });
+  }
+};
+
+/// The first pass over a tensor that no cluster holds. Grid: up to kPartials blocks, which
+/// share the chunks out; each leaves its largest magnitude. Bytes: x in: bandwidth.
+template <class T, bool kFlat, int kEach>
+__global__ void __launch_bounds__(kThreads)
     tensor_amax_kernel(const __grid_constant__ TensorLaunch launch) {
-  __shared__ float maxima[kMaxWarps];
+  __shared__ float maxima[kThreads / device::kWarpSize];
   ptx::wait_for_dependencies();
   ptx::launch_dependents();  // after the wait: x is complete when the second pass starts
   float amax = 0.0f;
-  for (unsigned i = blockIdx.x; i < launch.tiles; i += gridDim.x) {
-    Tile<T, kVector, kTileThreads> tile(launch.params, i);
-    tile.load();
-    amax = device::MaxOrNaN::combine(amax, tile.amax());
+  for (unsigned i = blockIdx.x; i < launch.chunks; i += gridDim.x) {
+    Chunk<T, kFlat, kEach> chunk(launch, i);
+    chunk.load();
+    amax = device::MaxOrNaN::combine(amax, chunk.amax());
   }
   amax = device::block_reduce<device::MaxOrNaN>(amax, maxima);
   if (threadIdx.x == 0) launch.params.partials[blockIdx.x] = amax;
 }
 
-/// The second, whose first blocks read while the first pass runs (H200, bf16 64 x 8192: 5.8 us
-/// where both start their dependents first and wait, 3.9 so). Grid: the tiles, one dimension,
-/// backwards: what the first read last may still be in L2. Bytes: x in as far as L2 has not kept
-/// it, codes out: bandwidth.
-template <class T, bool kVector>
-__global__ void __launch_bounds__(kTileThreads)
+/// The second, whose first blocks read while the first pass runs (H200, bf16 64 x 8192: 3.17 us
+/// where it reads after the wait, 2.92 so). Grid: the chunks, backwards: what the first pass read
+/// last may still be in L2. Bytes: x in as far as L2 has not kept it, codes out: bandwidth.
+template <class T, bool kFlat, int kEach>
+__global__ void __launch_bounds__(kThreads)
     tensor_codes_kernel(const __grid_constant__ TensorLaunch launch) {
-  __shared__ float maxima[kMaxWarps];
-  const QuantizeParams& params = launch.params;
-  Tile<T, kVector, kTileThreads> tile(params, gridDim.x - 1 - blockIdx.x);
-  tile.load();  // before the wait: the first pass writes nothing of x
+  __shared__ float maxima[kThreads / device::kWarpSize];
+  Chunk<T, kFlat, kEach> chunk(launch, gridDim.x - 1 - blockIdx.x);
+  chunk.load();  // before the wait: the first pass writes nothing of x
   ptx::wait_for_dependencies();
   ptx::launch_dependents();
   float amax = 0.0f;
-  for (unsigned i = threadIdx.x; i < launch.partials; i += kTileThreads)
-    amax = device::MaxOrNaN::combine(amax, params.partials[i]);
+  for (unsigned i = threadIdx.x; i < launch.partials; i += kThreads)
+    amax = device::MaxOrNaN::combine(amax, launch.params.partials[i]);
   amax = device::block_reduce<device::MaxOrNaN>(amax, maxima);
   const float scale = scale_of_amax(amax, DType::kFloat8E4M3);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *params.scale = scale;
-  tile.store(scale);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *launch.params.scale = scale;
+  chunk.store(1.0f / scale);
 }
 
 /// A whole contiguous tensor in one cluster. Grid: its blocks. Block: the pieces of the tensor are
 /// dealt out over all threads of the cluster in turn. Each warp writes its maximum into every block
 /// and counts the bytes at the barrier there, so that one exchange is all that the blocks wait for.
 /// Bytes: x in, codes out; few SMs read it: latency, and those SMs' share of L2.
-template <class T>
+template <class T, int kHeld>
 __global__ void __launch_bounds__(kClusterThreads)
     tensor_cluster_kernel(const __grid_constant__ QuantizeParams params) {
   constexpr int kPiece = device::Vec<T>::kSize;
-  __shared__ float maxima[kMostClusterBlocks * kClusterThreads / device::kWarpSize];
+  constexpr int kMaxima = kMostClusterBlocks * kClusterThreads / device::kWarpSize;
+  __shared__ float maxima[kMaxima];
   __shared__ std::uint64_t arrived;
   const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
   const int warps = static_cast<int>(blockDim.x) / device::kWarpSize;
@@ -97,27 +157,28 @@ __global__ void __launch_bounds__(kClusterThreads)
     return ((i * blocks + rank) * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) *
            kPiece;
   };
-  device::Vec<T> pieces[kHeldPieces];
+  device::Vec<T> pieces[kHeld];
 #pragma unroll
-  for (int i = 0; i < kHeldPieces; ++i)
+  for (int i = 0; i < kHeld; ++i)
     pieces[i] = load_some<true, kPiece>(static_cast<const T*>(params.x) + offset(i),
                                         count - offset(i));
   float amax = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kHeldPieces; ++i)
+  for (int i = 0; i < kHeld; ++i)
     amax = device::MaxOrNaN::combine(amax, magnitude(pieces[i]));
   amax = device::warp_max_or_nan(amax);
   if (lane < blocks) ptx::put_in_block(&maxima[rank * warps + warp], amax, &arrived, lane);
   ptx::wait_for_puts(&arrived);  // every warp's maximum is here
 
   amax = 0.0f;
-  for (int i = lane; i < blocks * warps; i += device::kWarpSize)
-    amax = device::MaxOrNaN::combine(amax, maxima[i]);
+#pragma unroll
+  for (int i = 0; i < kMaxima; i += device::kWarpSize)
+    if (i + lane < blocks * warps) amax = device::MaxOrNaN::combine(amax, maxima[i + lane]);
   const float scale = scale_of_amax(device::warp_max_or_nan(amax), DType::kFloat8E4M3);
   if (rank == 0 && threadIdx.x == 0) *params.scale = scale;
   const float inverse = 1.0f / scale;
 #pragma unroll
-  for (int i = 0; i < kHeldPieces; ++i)
+  for (int i = 0; i < kHeld; ++i)
     store_some<true>(static_cast<std::uint8_t*>(params.q) + offset(i), pieces[i],
                      count - offset(i), inverse);
 }
@@ -143,14 +204,15 @@ ClusterShape cluster_for(int pieces) {
 /// Whether it was small enough, and the device and the loaded code have clusters.
 template <class T>
 bool quantize_in_cluster(const QuantizeParams& params, Stream stream) {
-  constexpr auto kKernel = tensor_cluster_kernel<T>;
+  constexpr int kFew = kMostHeld / 2;
   const std::int64_t pieces = params.rows * (params.cols / device::Vec<T>::kSize);
-  if (pieces > kMostClusterBlocks * kClusterThreads * kHeldPieces) return false;
-  static const bool is_new = device::can_wait(kKernel);  // the code knows clusters
-  if (!is_new || device::attribute(cudaDevAttrClusterLaunch) == 0) return false;
+  if (pieces > kMostClusterBlocks * kClusterThreads * kMostHeld) return false;
+  if (!device::has_clusters<tensor_cluster_kernel<T, kFew>>()) return false;
   const auto [blocks, threads] = cluster_for(static_cast<int>(pieces));
-  device::launch_chained<kKernel>(dim3(blocks), dim3(threads), 0, stream, params, "quantize_fp8",
-                                  blocks);
+  dispatch_bool(pieces <= blocks * threads * kFew, [&](auto is_few) {
+    device::launch_chained<tensor_cluster_kernel<T, is_few() ? kFew : kMostHeld>>(
+        dim3(blocks), dim3(threads), 0, stream, params, "quantize_fp8", blocks);
+  });
   return true;
 }
 
@@ -159,22 +221,28 @@ bool quantize_in_cluster(const QuantizeParams& params, Stream stream) {
 void quantize_tensor(QuantizeParams params, bool vectors, Stream stream) {
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    if (params.stride_x_row == params.cols) {  // rows of any length, as well
-      if (vectors && quantize_in_cluster<T>(params, stream)) return;
-      for (; tiles_of(params) <= kFewTiles / 2 && params.rows % 2 == 0; params.rows /= 2)
-        params.cols *= 2, params.stride_x_row *= 2;  // lower and more tiles: more SMs work
-    }
-    const std::int32_t tiles = checked_int32(tiles_of(params), "x: blocks");
-    const int partials = std::min(tiles, QuantizeParams::kPartials);
-    const TensorLaunch launch{.params = params,
-                              .tiles = static_cast<unsigned>(tiles),
-                              .partials = static_cast<unsigned>(partials)};
-    dispatch_bool(vectors, [&](auto vector) {
-      device::launch_chained<tensor_amax_kernel<T, vector()>>(
-          dim3(partials), dim3(kTileThreads), 0, stream, launch, "quantize_fp8");
-      device::launch_chained<tensor_codes_kernel<T, vector()>>(
-          dim3(tiles), dim3(kTileThreads), 0, stream, launch, "quantize_fp8");
-    });
+    const bool together = params.stride_x_row == params.cols;
+    if (together && vectors && quantize_in_cluster<T>(params, stream)) return;
+    const bool flat = together && vectors;
+    const std::int64_t across = ceil_div(params.cols, device::Vec<T>::kSize);
+    const std::int32_t pieces = checked_int32(params.rows * across, "x: pieces of 16 bytes");
+    const auto launch_passes = [&](auto is_flat, auto each) {
+      const int chunks = ceil_div(pieces, each() * kThreads);
+      const int partials = std::min(chunks, QuantizeParams::kPartials);
+      const TensorLaunch launch{.params = params,
+                                .vectors = vectors,
+                                .pieces = static_cast<unsigned>(pieces),
+                                .across = static_cast<unsigned>(across),
+                                .chunks = static_cast<unsigned>(chunks),
+                                .partials = static_cast<unsigned>(partials)};
+      device::launch_chained<tensor_amax_kernel<T, is_flat(), each()>>(
+          dim3(partials), dim3(kThreads), 0, stream, launch, "quantize_fp8");
+      device::launch_chained<tensor_codes_kernel<T, is_flat(), each()>>(
+          dim3(chunks), dim3(kThreads), 0, stream, launch, "quantize_fp8");
+    };
+    if (!flat) return launch_passes(std::false_type{}, Int<kManyPieces>{});
+    if (pieces <= kFewChunks * kThreads) return launch_passes(std::true_type{}, Int<1>{});
+    launch_passes(std::true_type{}, Int<kManyPieces>{});
   });
 }
 

@@ -22,12 +22,19 @@ inline std::int64_t tiles_of(const QuantizeParams& params) {
   return ceil_div<std::int64_t>(params.rows, kExtent) * ceil_div(params.cols, kExtent);
 }
 
+/// The largest magnitude of a piece, or NaN; 16-bit values two at a time.
 template <class T, int kWidth>
-__device__ float magnitude(const device::Vec<T, kWidth>& piece) {
-  float amax = 0.0f;
-  for (const float value : device::floats(piece).data)
-    amax = device::MaxOrNaN::combine(amax, fabsf(value));
-  return amax;
+__device__ float magnitude(device::Vec<T, kWidth> piece) {
+  if constexpr (sizeof(T) == 2 && kWidth % 2 == 0) {
+    for (auto& pair : reinterpret_cast<std::uint32_t(&)[kWidth / 2]>(piece.data))
+      pair &= 0x7fff7fffu;  // no signs
+    return device::largest_of(piece);
+  } else {
+    float amax = 0.0f;
+    for (const float value : device::floats(piece).data)
+      amax = device::MaxOrNaN::combine(amax, fabsf(value));
+    return amax;
+  }
 }
 
 template <bool kE4M3, class T, int kWidth>

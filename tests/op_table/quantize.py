@@ -79,7 +79,9 @@ MATRICES = {
     "NaN in one row": normal(3, 256).set((1, 5), math.nan),
     "infinity in one row": normal(3, 256).set((1, 200), -math.inf),
     "eight pieces a thread": normal(2, 16384),
+    "a cluster of 16 blocks": normal(40, 4096),
     "more than one cluster holds": normal(130, 4096),
+    "the same in rows of a wider tensor": wider(130, 4096, 4160, 0),
 }
 
 
