@@ -287,11 +287,24 @@ def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    ("N", "K", "segments"),
-    [(4096, 4096, 6), (4096, 14336, 7), (6144, 4096, 4), (8192, 8192, 3), (28672, 4096, 1)],
+    ("N", "K", "format", "tile"),
+    [
+        (4096, 4096, "fp8_fp8", (64, 2)),
+        (4096, 14336, "fp8_fp8", (64, 2)),
+        (6144, 4096, "fp8_fp8", (64, 1)),
+        (28672, 4096, "fp8_fp8", (128, 1)),
+        (4096, 14336, "int4", (128, 6)),
+        (6144, 4096, "int4", (64, 2)),
+        (28672, 4096, "int4", (128, 1)),
+        (1024, 512, "fp8_fp8", (64, 1)),
+        (4096, 4096, "int4", (64, 2)),
+        (8192, 8192, "int4", (128, 2)),
+        (8192, 8192, "fp8", (128, 3)),
+    ],
 )
-def test_a_cluster_fills_the_machine(N: int, K: int, segments: int) -> None:
-    assert plan(64, N, K, hopper=True, format="int4")["segments"] == str(segments)
+def test_a_cluster_fills_the_machine(N: int, K: int, format: str, tile: tuple[int, int]) -> None:
+    chosen = plan(64, N, K, hopper=True, format=format)
+    assert tuple(int(chosen[name]) for name in ("tile_cols", "segments")) == tile
 
 
 @pytest.mark.parametrize(

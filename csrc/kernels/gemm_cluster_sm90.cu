@@ -5,8 +5,10 @@
 #include "device/launch.cuh"
 #include "device/matrix_map.cuh"
 #include "device/ptx/cluster.cuh"
+#include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "device/reduce.cuh"
+#include "kernels/gemm_cluster_consumer.cuh"
 #include "kernels/gemm_cluster_finish.cuh"
 #include "kernels/gemm_launch.cuh"
 
@@ -17,74 +19,101 @@ using namespace gemm_cluster;
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// Grid: (segments of K, tiles of 128 weight rows); the segments of a tile are a cluster. One warp
-/// requests stages of 64 or 128 columns of the tile and of all rows of x; two warpgroups multiply
-/// 64 weight rows each by 32 or 64 rows of x, the weight as wgmma's operand of 64 rows: 16-bit
-/// floats, int8, and fp8 with an fp8 x, from shared memory, the others expanded into registers. At
-/// the end each block adds up, in order, its part of the cluster's sums, which it reads from shared
-/// memory next door. Sums in float32, of int8 first in int32; of fp8 by fp8, of which the tensor
-/// cores keep 14 bits, every 128 columns anew.
+/// Grid: (segments of K, tiles of 64 or 128 weight rows); the segments of a tile are a cluster. Two
+/// warps request stages of 64 or 128 columns of the tile and of all rows of x; two warpgroups
+/// multiply 64 weight rows by 32 or 64 rows of x: those of a tile of 128 rows have half of it each,
+/// those of 64 rows take stages by turns. The weight is wgmma's operand of 64 rows: 16-bit floats,
+/// and fp8 with an fp8 x, from shared memory, the others expanded into registers. At the end each
+/// block adds up, in order, some rows of x, of which its neighbours send it their sums. Sums in
+/// float32; of fp8 by fp8, of which the tensor cores keep 14 bits, every 128 columns anew.
 /// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
 template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
 __global__ void __launch_bounds__(kThreads, 2)
     cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using SharedOf = Shared<kFormat, kFp8X, kTokens>;
+  using Layout = StageLayout<kFormat, kFp8X, kTokens>;
   extern __shared__ __align__(1024) char memory[];
-  SharedOf& shared = *reinterpret_cast<SharedOf*>(memory);
+  Fixed& fixed = *reinterpret_cast<Fixed*>(memory);
+  char* ring = memory + kFixedBytes;
+  char* received = ring + params.stages * Layout::bytes(params.row_groups);
   const GemmParams& p = params.gemm;
   const int warp = device::warp_index(), lane = threadIdx.x % 32;
   const int segment = blockIdx.x, segments = gridDim.x;
-  
-  const int first = blockIdx.y * (params.paired ? kGroupRows : kTileRows);  // column of the product
-  const int rows[2] = {first, params.paired ? first + p.N / 2 : first + kGroupRows};
-  const int begin = params.stages * segment / segments;
-  const int count = params.stages * (segment + 1) / segments - begin;
+  const int first = blockIdx.y * params.box_rows;  // column of the product
+  const int up_first = params.paired ? first + p.N / 2 : first;
+  const int each = params.steps / segments, more = params.steps % segments;
+  const int begin = segment * each + min(segment, more), count = each + (segment < more);
 
-  ptx::launch_dependents();
-  if (threadIdx.x == 0) {
-    ptx::prefetch_tensor_map(&params.weight);
-    ptx::prefetch_tensor_map(&params.x);
-#pragma unroll
-    for (int i = 0; i < SharedOf::kStages; ++i) {
-      ptx::mbarrier_init(&shared.full[i], 1);
-      ptx::mbarrier_init(&shared.empty[i], kConsumers);
+  if (threadIdx.x < kMaxStages) {
+    ptx::mbarrier_init(&fixed.full[threadIdx.x], 2);
+    ptx::mbarrier_init(&fixed.empty[threadIdx.x], 4 * params.row_groups);
+    if (threadIdx.x == 0) {
+      const int rows = max(0, min(params.rows_each,
+                                  static_cast<int>(p.M) - segment * params.rows_each));
+      ptx::mbarrier_init(&fixed.received, 1);
+      ptx::mbarrier_expect(&fixed.received, rows * (segments - 1) * params.row_groups *
+                                                kGroupRows * static_cast<int>(sizeof(float)));
     }
     ptx::fence_mbarrier_init();
   }
+  if (threadIdx.x == kThreads - 1) {
+    ptx::prefetch_tensor_map(&params.weight);
+    ptx::prefetch_tensor_map(&params.x);
+  }
   __syncthreads();  // the barriers are made
+  if (segments > 1) ptx::cluster_arrive_relaxed();
+  const Producer<Layout> producer{params, fixed, ring, begin, count, first, up_first};
   if (warp == kConsumers) {
-    if (lane == 0)
-      Producer<kFormat, kFp8X, kTokens>{params, shared, begin, {rows[0], rows[1]}}.run(count);
+    if (lane == 0) producer.run_weight();
+  } else if (warp == kConsumers + 1) {
+    if (lane == 0) producer.run_x();
   } else {
     ptx::wait_for_dependencies();
-    Consumer<T, E, kFormat, kFp8X, kTokens> consumer{p, warp / 4, warp % 4, lane,
-                                                      warp / 4 == 0 ? rows[0] : rows[1]};
-    consumer.run(shared, begin, count);
-    consumer.keep(shared.sums);
+    const int groups = params.row_groups, turn = groups == 1 ? warp / 4 : 0;
+    const int unit = groups == 1 ? 0 : warp / 4;
+    Finish<T> finish{params, fixed, reinterpret_cast<float*>(ring),
+                     reinterpret_cast<float4*>(received), first};
+    finish.bring_factors(up_first);
+    Consumer<T, E, kFormat, kFp8X, kTokens> consumer{
+        params, unit, warp % 4, lane,
+        params.paired && unit == 1 ? up_first : first + unit * kGroupRows};
+    consumer.run(fixed, ring, begin, count, turn, groups == 1 ? 2 : 1);
+    ptx::named_barrier_sync(1, kConsumerThreads);  // every consumer has read its last stage
+    finish.keep(consumer.sums, turn, unit * kGroupRows + warp % 4 * kStripRows);
+    ptx::named_barrier_sync(1, kConsumerThreads);  // the block's sums are whole
+    if (segments > 1) {
+      ptx::cluster_wait();  // the barriers of all blocks are made
+      finish.send();
+      ptx::mbarrier_wait(&fixed.received, 0);
+    }
+    finish.store();
   }
-  Finish<T> finish{params, first};
-  finish.load();
-  if (segments > 1) {
-    ptx::cluster_sync();  // every block's sums are in its shared memory
-  } else {
-    __syncthreads();  // the sums are whole
-  }
-  finish.run(shared.sums);
-  if (segments > 1) ptx::cluster_sync();  // nobody reads this block's sums any more
 #endif
 }
 
 // ---- Launch -------------------------------------------------------------------------------------
 
 template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
-void launch(const GemmParams& p, int segments, Stream stream) {
-  using SharedOf = Shared<kFormat, kFp8X, kTokens>;
-  constexpr int kCols = SharedOf::StageOf::kCols;
+void launch(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  using Layout = StageLayout<kFormat, kFp8X, kTokens>;
+  constexpr int kCols = Layout::kCols;
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
+  const int segments = config.segments, rows = static_cast<int>(p.M);
   ClusterParams params{.gemm = p};
-  params.stages = ceil_div(p.K, kCols);
   params.paired = is_gated(p.activation);
+  params.row_groups = config.tile_cols / kGroupRows;
+  params.box_rows = config.tile_cols / (params.paired ? 2 : 1);
+  params.steps = ceil_div(p.K, kCols);
+  params.rows_held = round_up(rows, 8);
+  params.rows_each = ceil_div(rows, segments);
+  params.plain = p.activation == Activation::kNone && !p.residual && p.out_cols() % kEach == 0 &&
+                 reinterpret_cast<std::uintptr_t>(p.y) % (kEach * sizeof(T)) == 0;
+  const int received = (segments - 1) * params.rows_each * config.tile_cols *
+                       static_cast<int>(sizeof(float));
+  const int stages = std::min(kMaxStages, (gemm_config::kShareOfSm - kFixedBytes - received) /
+                                              Layout::bytes(params.row_groups));
+  // By turns, a stage is always the same warpgroup's: it waits for each of its phases.
+  params.stages = params.row_groups == 1 ? stages / 2 * 2 : stages;
   constexpr int kXBytes = kFp8X ? 1 : 2;
   params.x = device::matrix_map({.data = p.x.data,
                                  .element_bytes = kXBytes,
@@ -102,7 +131,7 @@ void launch(const GemmParams& p, int segments, Stream stream) {
                                         .rows = p.N / kStripRows,
                                         .cols = words,
                                         .stride = words},
-                                       kGroupRows / kStripRows,
+                                       params.box_rows / kStripRows,
                                        kCols / Int4Layout::kCols * Int4Layout::kWords, false,
                                        kPromotion);
     const auto map = [&](const void* data, int bytes) {
@@ -111,7 +140,7 @@ void launch(const GemmParams& p, int segments, Stream stream) {
                                  .rows = ceil_div(p.K, group),
                                  .cols = p.N,
                                  .stride = p.N},
-                                params.stage_groups, kGroupRows, false, kPromotion);
+                                params.stage_groups, params.box_rows, false, kPromotion);
     };
     params.scales = map(p.weight.scales, 2);
     if (p.weight.zeros) params.zeros = map(p.weight.zeros, 1);
@@ -122,37 +151,37 @@ void launch(const GemmParams& p, int segments, Stream stream) {
                                         .rows = p.N,
                                         .cols = p.K,
                                         .stride = p.weight.stride_row},
-                                       kGroupRows, kRowBytes / kBytes, true, kPromotion);
+                                       params.box_rows, kRowBytes / kBytes, true, kPromotion);
   }
-  const int tiles = ceil_div(p.out_cols(), params.paired ? kGroupRows : kTileRows);
-  check(tiles <= 65535, "linear: weight rows must be at most ", 65535 * kTileRows, ", got ", p.N);
-  constexpr int kBytes = std::max<int>(sizeof(SharedOf), gemm_config::kShareOfSm);
+  const int tiles = ceil_div(p.out_cols(), params.box_rows);
+  check(tiles <= 65535, "linear: weight rows must be at most ", 65535 * params.box_rows, ", got ",
+        p.N);
   device::launch_chained<cluster_sm90_kernel<T, E, kFormat, kFp8X, kTokens>>(
-      dim3(segments, tiles), dim3(kThreads), kBytes, stream, params,
+      dim3(segments, tiles), dim3(kThreads), gemm_config::kShareOfSm, stream, params,
       "linear: cluster", segments);
 }
 
 template <class T, int kTokens>
-void launch_format(const GemmParams& p, int segments, Stream stream) {
+void launch_format(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   constexpr auto kFp8 = WeightFormat::kFp8;
   switch (p.weight.format) {
     case WeightFormat::kDense:
-      return launch<T, T, WeightFormat::kDense, false, kTokens>(p, segments, stream);
+      return launch<T, T, WeightFormat::kDense, false, kTokens>(p, config, stream);
     case WeightFormat::kInt4:
-      return launch<T, T, WeightFormat::kInt4, false, kTokens>(p, segments, stream);
+      return launch<T, T, WeightFormat::kInt4, false, kTokens>(p, config, stream);
     case WeightFormat::kFp8:
       if (p.x.dtype == DType::kFloat8E4M3)
-        return launch<T, std::uint8_t, kFp8, true, kTokens>(p, segments, stream);
-      return launch<T, T, kFp8, false, kTokens>(p, segments, stream);
+        return launch<T, std::uint8_t, kFp8, true, kTokens>(p, config, stream);
+      return launch<T, T, kFp8, false, kTokens>(p, config, stream);
     case WeightFormat::kInt8:
-      return launch<T, std::int8_t, WeightFormat::kInt8, false, kTokens>(p, segments, stream);
+      return launch<T, std::int8_t, WeightFormat::kInt8, false, kTokens>(p, config, stream);
   }
 }
 
 template <class T>
-void launch_rows(const GemmParams& p, int segments, Stream stream) {
-  if (p.M <= 32) return launch_format<T, 32>(p, segments, stream);
-  launch_format<T, 64>(p, segments, stream);
+void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  if (p.M <= 32) return launch_format<T, 32>(p, config, stream);
+  launch_format<T, 64>(p, config, stream);
 }
 
 }  // namespace
@@ -160,8 +189,8 @@ void launch_rows(const GemmParams& p, int segments, Stream stream) {
 void launch_cluster(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   check(p.M <= gemm_config::kFewRows, "linear: the cluster kernel takes at most ",
         gemm_config::kFewRows, " rows, got ", p.M);
-  if (p.dtype == DType::kFloat16) return launch_rows<__half>(p, config.segments, stream);
-  launch_rows<__nv_bfloat16>(p, config.segments, stream);
+  if (p.dtype == DType::kFloat16) return launch_rows<__half>(p, config, stream);
+  launch_rows<__nv_bfloat16>(p, config, stream);
 }
 
 }  // namespace ridgeline::gemm_detail

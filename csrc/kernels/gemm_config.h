@@ -17,6 +17,7 @@ constexpr int kFewRows = 64;        // up to here own kernels beat the library's
 constexpr int kStripsRows = 8;      // Hopper: the most rows of the strips kernel, ...
 constexpr int kDigitsRows = 16;     // ... and of its like for int4
 constexpr int kDigitsCols = 512;    // columns of K that a warp of the latter takes at a time
+constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kTileCols = 128;      // weight rows a block of the tile kernel owns
 constexpr int kWarpsWanted = 1500;  // 11 an SM of 132: with 8 KB each in flight, the bus is full
@@ -57,7 +58,7 @@ struct Config {
   std::int32_t segments;   // K is cut into this many; their sums are added in order
   bool split;              // a second kernel adds them; else one block or cluster does
   std::int32_t tile_rows;  // of the kernels that have tiles of x
-  std::int32_t tile_cols;  // of the weight, in Hopper's kernels for many rows
+  std::int32_t tile_cols;  // of the weight, in Hopper's kernels that have tiles of it
   bool fused;              // the epilogue is in the product's kernel
 
   std::string to_text() const {
@@ -125,23 +126,6 @@ constexpr bool is_for_digits(const Shape& shape) {
          digits_bytes(shape) <= 2 * kShareOfSm;
 }
 
-/// Clusters of 1 to 8 blocks, two to an SM, that an H200 runs at once: a cluster stays in one of
-/// the parts that SMs come in, of 16 or 18.
-constexpr std::int32_t kSmallClusters[kMaxSegments] = {264, 132, 79, 62, 47, 39, 32, 30};
-
-/// Blocks of a cluster that split K: as many as let the clusters of all tiles run at once, but 640
-/// columns each. H200, 32 rows, us: fp8 by fp8 4096 x 4096 by 4, 6 and 7 9.6, 9.8 and 10.3, 14336 x
-/// 4096 by 6 and 7 19.7 and 20.0; int4 4096 x 4096 by 4 and 6 13.7 and 11.8.
-constexpr std::int32_t cluster_of(const Shape& shape) {
-  constexpr std::int32_t kColumns = 640;
-  const std::int64_t tiles = ceil_div(shape.N, kTileCols);
-  std::int32_t segments = 1;
-  while (segments < kMaxSegments && tiles <= kSmallClusters[segments] &&
-         (segments + 1) * kColumns <= shape.K)
-    ++segments;
-  return segments;
-}
-
 /// Hopper's kernels for many rows. They have one order of K, but not that of the other kernels: not
 /// where bits may not depend on M.
 constexpr bool is_for_hopper_tiles(const Shape& shape) {
@@ -153,6 +137,38 @@ constexpr bool is_for_hopper_tiles(const Shape& shape) {
 /// Clusters of 1 to 8 blocks, each with an SM of its own, that an H200 runs at once: a cluster
 /// stays in one of the parts that SMs come in, of 16 or 18.
 constexpr std::int32_t kClusters[kMaxSegments] = {132, 66, 39, 30, 22, 17, 15, 15};
+
+/// The same of blocks that share an SM by two.
+constexpr std::int32_t kSmallClusters[kMaxSegments] = {264, 132, 79, 62, 47, 39, 32, 30};
+
+/// Tile and segments of K of the cluster kernel. Tiles of 64 rows where one block of them an SM can
+/// do: of what expands nothing up to 132 (96 of more than 32 rows of x, which every tile reads), in
+/// clusters as large as let all run so; of what expands, short ones of up to 96. Else tiles of 128
+/// rows, by two an SM, whose warps expansion needs, or by one where int4 leaves few SMs idle so.
+/// Clusters of up to six blocks, since of seven 32 do not always run at once, and 640 columns a
+/// block at least. H200, 16 and 64 rows, us, 64 rows in two segments and 128 in six: fp8 by fp8
+/// 4096 x 4096 6.4, 7.3 and 8.1, 9.6; int4 8.2, 10.8 and 9.2, 11.4, but 14336 x 4096 21.7, 28.2 and
+/// 19.8, 24.1; 8192 x 8192, 128 rows, in two and three: int4 17.9, 21.4 and 21.6, 26.4.
+constexpr void cut_for_cluster(const Shape& shape, Config& config) {
+  constexpr std::int32_t kColumns = 640, kMost = 6, kLong = 8192, kFull = 120;
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  const bool expands = int4 || (shape.format != WeightFormat::kDense && !shape.byte_x);
+  const std::int32_t few = expands || shape.M > kFewRows / 2 ? 96 : kClusters[0];
+  const bool small = ceil_div(shape.N, kGroupRows) <= few && !(expands && shape.K > kLong);
+  config.tile_cols = small ? kGroupRows : 2 * kGroupRows;
+  const std::int32_t tiles = ceil_div(shape.N, config.tile_cols);
+  const auto segments_in = [&](const std::int32_t (&clusters)[kMaxSegments]) {
+    std::int32_t segments = 1;
+    while (segments < kMost && tiles <= clusters[segments] &&
+           (segments + 1) * kColumns <= shape.K)
+      ++segments;
+    return segments;
+  };
+  config.segments = segments_in(kClusters);
+  if (small ? !expands : int4 && tiles * config.segments >= kFull) return;
+  config.segments = small ? std::max(config.segments, std::min(2, segments_in(kSmallClusters)))
+                          : segments_in(kSmallClusters);
+}
 
 /// A tile of Hopper's kernels for many rows and what it takes, in microseconds on an H200: `step`
 /// for each stage of K (128 columns of an x of 8 bits, else 64), `ends` to start and end, `add` to
@@ -239,7 +255,7 @@ constexpr Config choose(const Shape& shape) {
     config.segments = segments_of(shape);
     config.fused = can_fuse(shape);
   }
-  if (config.path == Path::kCluster) config.segments = cluster_of(shape);
+  if (config.path == Path::kCluster) cut_for_cluster(shape, config);
   const bool tiles = config.path == Path::kExpand || config.path == Path::kExpandToFp8;
   if (tiles || config.path == Path::kFp8) cut_for_tiles(shape, config);
   if (config.path == Path::kTile) {
