@@ -230,7 +230,9 @@ def plan(
         (9, {"hopper": True, "format": "int8"}, "cluster"),
         (65, {"hopper": True, "format": "int8"}, "fp8"),
         (65, {"hopper": True, "format": "int8", "invariant": True}, "tile"),
-        (1, {"hopper": True, "invariant": True}, "stream"),
+        (1, {"hopper": True, "invariant": True}, "grouped"),
+        (300, {"hopper": True, "invariant": True}, "grouped"),
+        (1, {"hopper": True, "invariant": True, "activation": "gelu"}, "stream"),
         (1, {"hopper": True, "dtype": "float32"}, "library"),
     ],
 )

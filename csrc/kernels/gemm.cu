@@ -2,6 +2,7 @@
 
 #include "common/launch_trace.h"
 #include "device/properties.cuh"
+#include "kernels/gemm_grouped.h"
 #include "kernels/gemm_launch.cuh"
 
 /// The way of one product: prepare x if the kernel cannot take it as it is, multiply, finish what
@@ -100,6 +101,7 @@ bool must_prepare(const GemmParams& p, const Config& config) {
   if ((p.x.norm_weight && !folds_norm(p, config)) || p.x.perm || !as_is) return true;
   if (config.path == Path::kSimple) return false;
   if (config.path == Path::kLibrary) return !rows_are_apart(p.M, p.x.stride_row, p.K);
+  if (config.path == Path::kGrouped && !strides_are_mappable(p)) return true;
   const auto element = static_cast<std::int64_t>(size_of(p.x.dtype));
   const std::int64_t stride = p.M > 1 ? p.x.stride_row : 0;
   return !is_aligned(p.x.data, stride * element) || p.K * element % kVectorBytes != 0;
@@ -133,6 +135,8 @@ Plan plan_of(const GemmParams& p) {
                     .format = p.weight.format,
                     .activation = p.activation,
                     .group = p.weight.group,
+                    .sm90a = device::runs_sm90a() && p.weight.stride_row > 0,
+                    .has_residual = p.residual != nullptr,
                     .hopper = device::runs_sm90a() && strides_are_mappable(p),
                     .weight_aligned = weight_aligned(p),
                     .whole_vectors = has_whole_vectors(p),
@@ -229,6 +233,8 @@ void gemm(const GemmParams& params, Stream stream) {
       return gemm_detail::launch_fp8(p, plan.config, stream);
     case Path::kSimple:
       return multiply_simply(p, plan, workspace, stream);
+    case Path::kGrouped:
+      return grouped_gemm({.gemm = p, .experts = 1, .x_rows = p.M}, stream);
     case Path::kLibrary:
       if (!multiply_by_library(p, plan, workspace, stream))
         multiply_simply(p, plan, workspace, stream);

@@ -35,6 +35,7 @@ enum class Path : std::uint8_t {
   kFp8,      // Hopper, more rows, both operands of 8 bits
   kLibrary,  // cuBLASLt
   kSimple,   // any alignment, and float32 without the library
+  kGrouped,  // Hopper, dense, where bits may not depend on M: the experts' kernel, of one
 };
 
 struct Shape {
@@ -45,6 +46,8 @@ struct Shape {
   WeightFormat format;
   Activation activation;
   std::int32_t group;   // of int4
+  bool sm90a;           // this build and device have wgmma
+  bool has_residual;
   bool hopper;          // the copy engine and wgmma are there and can reach x and the weight
   bool weight_aligned;  // 16-byte loads of weight rows are possible
   bool whole_vectors;   // Hopper's kernels for many rows can reach scales, residual and y
@@ -63,7 +66,8 @@ struct Config {
 
   std::string to_text() const {
     constexpr const char* kNames[] = {"strips", "digits", "cluster", "stream", "tile",
-                                      "expand", "expand_to_fp8", "fp8", "library", "simple"};
+                                      "expand", "expand_to_fp8", "fp8", "library", "simple",
+                                      "grouped"};
     return std::string(kNames[static_cast<int>(path)]) + " segments=" + std::to_string(segments) +
            " split=" + std::to_string(split) + " tile_rows=" + std::to_string(tile_rows) +
            " tile_cols=" + std::to_string(tile_cols) +
@@ -226,7 +230,17 @@ constexpr bool cluster_beats_library(const Shape& shape) {
   return shape.M <= 32 && elements >= 4096 * 4096 && elements <= 6144 * 4096;
 }
 
+/// Where bits may not depend on M: the experts' kernel has one order of K for every number of rows.
+constexpr bool is_for_grouped(const Shape& shape) {
+  const bool fused = shape.activation == Activation::kNone ||
+                     (shape.activation == Activation::kSiluMul && !shape.has_residual);
+  return shape.sm90a && shape.batch_invariant && shape.format == WeightFormat::kDense &&
+         shape.dtype != DType::kFloat32 && fused && shape.weight_aligned && shape.K > 0 &&
+         shape.N % kStripRows == 0;
+}
+
 constexpr Path path_of(const Shape& shape) {
+  if (is_for_grouped(shape)) return Path::kGrouped;
   if (is_for_hopper_tiles(shape)) {
     if (!shape.byte_x) return Path::kExpand;
     return shape.format == WeightFormat::kInt4 ? Path::kExpandToFp8 : Path::kFp8;

@@ -15,7 +15,8 @@ struct GroupedGemmParams {
   std::int32_t experts = 0;
   std::int64_t stride_expert = 0;         // bytes between the experts' weights
   std::int64_t stride_scales = 0;         // elements between their scales, and zero points
-  const std::int32_t* offsets = nullptr;  // [experts + 1], not falling, from 0
+  const std::int32_t* offsets = nullptr;  // [experts + 1], not falling, from 0; or null: of
+                                          // one expert, which has all rows
   const std::int32_t* rows = nullptr;     // [S]: the row of x that row s is made of; or null: s
   std::int64_t x_rows = 0;
 };

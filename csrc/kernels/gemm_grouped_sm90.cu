@@ -184,7 +184,9 @@ constexpr std::int64_t kRowsInOrder = 128;
 
 template <class T, class X, WeightFormat kFormat>
 void launch_x(const GroupedGemmParams& params, Stream stream) {
-  if (mean_rows(params) <= kFewRows)
+  // Of a single weight tiles of 64 rows are few: narrow ones read it again, from L2.
+  const std::int64_t few = params.offsets ? kFewRows : 64;
+  if (mean_rows(params) <= few)
     return launch_tiles<Tile<T, X, kFormat, 1, 32>>(params, stream);
   launch_tiles<Tile<T, X, kFormat, 2, sizeof(X) == 1 ? 192 : 256>>(params, stream);
 }

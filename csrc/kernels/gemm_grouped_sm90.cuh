@@ -90,7 +90,8 @@ template <class Tile>
 __device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared) {
   const GroupedGemmParams& p = launch.grouped;
   const int thread = static_cast<int>(threadIdx.x);
-  for (int e = thread; e <= p.experts; e += Tile::kThreads) shared.offsets[e] = p.offsets[e];
+  for (int e = thread; e <= p.experts; e += Tile::kThreads)
+    shared.offsets[e] = p.offsets ? p.offsets[e] : e * static_cast<std::int32_t>(p.gemm.M);
   __syncthreads();  // the offsets are there
   for (int e = thread; e <= p.experts; e += Tile::kThreads) {
     int tiles = 0;

@@ -1,5 +1,6 @@
 #pragma once
 #include "device/activation.cuh"
+#include "device/ptx/ldmatrix.cuh"
 #include "kernels/gemm_grouped_sm90_multiply.cuh"
 
 /// The way of the sums to y.
@@ -28,6 +29,25 @@ struct RowFactors {
   }
 };
 
+/// The pair of residuals in a register is added in float32, ahead of the one rounding.
+template <class T>
+__device__ __forceinline__ std::uint32_t pack_sum(float2 pair, std::uint32_t residual) {
+  const auto of = device::as_pair<T>(residual);
+  return pack<T>(__fadd_rn(pair.x, device::to_float(of.x)),
+                 __fadd_rn(pair.y, device::to_float(of.y)));
+}
+
+/// Eight of them, of any alignment.
+template <class T>
+__device__ __forceinline__ void copy_residuals(T* to, const T* from) {
+  if (reinterpret_cast<std::uintptr_t>(from) % kVector == 0) {
+    *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(from);
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < 8; ++i) to[i] = from[i];
+  }
+}
+
 /// Up to 64 rows of y from one piece of the sums, through shared memory: 64 columns, or 32 of gates
 /// times their up rows.
 template <class Tile, int kEights>
@@ -50,6 +70,17 @@ __device__ __forceinline__ void store_piece(const Launch& launch, Shared<Tile>& 
           &shared.x_scale[me.warpgroup][piece * kPieceRows + i * 8 + me.in_quad * 2]);
     return float2{factors.of(r, pair.x, scales.x), factors.of(r, pair.y, scales.y)};
   };
+  const int vectors = gated ? 4 : 8, out_cols = p.out_cols(), v = me.thread % vectors;
+  const int n = (item.column * Tile::kConsumers + me.warpgroup) * vectors * 8 + v * 8;
+  const int rows = min(item.rows - piece * kPieceRows, kEights * 8);
+  const std::int64_t row0 = std::int64_t{item.row0} + piece * kPieceRows;
+  const bool adds = Tile::kFormat == WeightFormat::kDense && p.residual != nullptr;
+  if (adds) {  // to where the sums will lie; not gated
+    const T* from = static_cast<const T*>(p.residual) + row0 * p.stride_residual + n;
+    for (int m = me.thread / vectors; m < rows && n < out_cols; m += kWarpgroup / vectors)
+      copy_residuals(&out[m][(v ^ (m % 8)) * 8], from + m * p.stride_residual);
+    me.meet();  // the residuals are there
+  }
   if (gated) {
 #pragma unroll
     for (int i = 0; i < kEights; i += 4) {
@@ -66,23 +97,21 @@ __device__ __forceinline__ void store_piece(const Launch& launch, Shared<Tile>& 
   } else {
 #pragma unroll
     for (int i = 0; i < kEights; i += 2) {
-      std::uint32_t packed[4];
+      const int m = (i + matrix / 2) * 8 + me.lane % 8;
+      T* at = &out[m][((me.warp * 2 + matrix % 2) ^ (m % 8)) * 8];
+      std::uint32_t packed[4], residual[4];
+      if (adds) ptx::ldmatrix_transposed(residual, at);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {  // weight rows half j % 2 of eight i + j / 2
         const float2 pair = values(j % 2, i + j / 2);
-        packed[j] = pack<T>(pair.x, pair.y);
+        packed[j] = adds ? pack_sum<T>(pair, residual[j]) : pack<T>(pair.x, pair.y);
       }
-      const int m = (i + matrix / 2) * 8 + me.lane % 8;
-      ptx::stmatrix_transposed(&out[m][((me.warp * 2 + matrix % 2) ^ (m % 8)) * 8], packed);
+      ptx::stmatrix_transposed(at, packed);
     }
   }
   me.meet();  // the piece is whole
-  const int vectors = gated ? 4 : 8, out_cols = p.out_cols();
-  const int v = me.thread % vectors;
-  const int n = (item.column * Tile::kConsumers + me.warpgroup) * vectors * 8 + v * 8;
   if (n >= out_cols) return;
-  const int rows = min(item.rows - piece * kPieceRows, kEights * 8);
-  T* y = static_cast<T*>(p.y) + (std::int64_t{item.row0} + piece * kPieceRows) * out_cols + n;
+  T* y = static_cast<T*>(p.y) + row0 * out_cols + n;
   for (int m = me.thread / vectors; m < rows; m += kWarpgroup / vectors)
     *reinterpret_cast<uint4*>(y + std::int64_t{m} * out_cols) =
         *reinterpret_cast<const uint4*>(&out[m][(v ^ (m % 8)) * 8]);
