@@ -17,7 +17,7 @@ import torch
 
 from ridgeline.roofline import Cost
 from ridgeline.roofline.machine import Roofs, device_name, measure_roofs
-from ridgeline.roofline.timing import Timing, time_call
+from ridgeline.roofline.timing import Timing, time_calls
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -57,50 +57,57 @@ class Bench:
     def roofs(self) -> Roofs:
         return measure_roofs(self.device)
 
-    def measure(
+    def measure(self, *, impl: str, call: Callable[..., Any], **others: Any) -> Timing:
+        """Times one call and keeps its row; arguments as in :meth:`compare`."""
+        return self.compare(calls={impl: call}, **others)[0]
+
+    def compare(
         self,
         *,
         op: str,
-        impl: str,
+        calls: dict[str, Callable[..., Any]],
         make: Callable[[], Sequence[Any]],
-        call: Callable[..., Any],
         cost: Cost,
         fields: dict[str, Any],
         chained: bool | None = None,
         reads_only: bool = False,
         launches: int = 20,
-    ) -> Timing:
-        """Times one call and keeps its row.
+    ) -> list[Timing]:
+        """Times calls on the same inputs by turns, and keeps a row of each.
 
         Args:
-            op, impl: the row's ``bench`` and ``impl``.
-            make, call: see :func:`ridgeline.roofline.timing.time_call`.
+            op: the rows' ``bench``.
+            calls: ``impl`` -> the call; see :func:`ridgeline.roofline.timing.time_calls`.
             cost: bytes and flops that any implementation must spend.
             fields: the shape and dtype, as plain fields of the row.
             chained: true under programmatic dependent launch; None: as our ops are launched.
             reads_only: the floor is that of the read roof instead of the copy roof.
         """
         replays = 5 if self.quick else 15
-        timing = time_call(make, call, launches=launches, replays=replays, device=self.device)
+        timings = time_calls(
+            make, list(calls.values()), launches=launches, replays=replays, device=self.device
+        )
         floor = self.roofs.floor_us(cost, reads_only=reads_only)
-        row = {
-            "bench": op,
-            "impl": impl,
-            **fields,
-            "chained": self.device != "cpu" and impl == "ridgeline" if chained is None else chained,
-            "us": round(timing.us, 3),
-            "us_p10": round(timing.us_p10, 3),
-            "us_p90": round(timing.us_p90, 3),
-            "cold": timing.cold,
-            "bytes": cost.bytes,
-            "flops": cost.flops,
-            "floor_us": round(floor, 3),
-            "share": round(floor / timing.us, 4),
-            "bound": self.roofs.bound(cost, reads_only=reads_only),
-            **self.machine(),
-        }
-        self.add(row)
-        return timing
+        for impl, timing in zip(calls, timings, strict=True):
+            ours = self.device != "cpu" and impl == "ridgeline"
+            row = {
+                "bench": op,
+                "impl": impl,
+                **fields,
+                "chained": ours if chained is None else chained,
+                "us": round(timing.us, 3),
+                "us_p10": round(timing.us_p10, 3),
+                "us_p90": round(timing.us_p90, 3),
+                "cold": timing.cold,
+                "bytes": cost.bytes,
+                "flops": cost.flops,
+                "floor_us": round(floor, 3),
+                "share": round(floor / timing.us, 4),
+                "bound": self.roofs.bound(cost, reads_only=reads_only),
+                **self.machine(),
+            }
+            self.add(row)
+        return timings
 
     def add(self, row: dict[str, Any]) -> None:
         """Keeps a row and writes it at once, so that a run cut short loses nothing."""

@@ -56,19 +56,32 @@ def time_call(
     replays: int = 15,
     device: str | torch.device = "cuda",
 ) -> Timing:
-    """Times ``call(*make())``.
+    """Times ``call(*make())``; arguments as in :func:`time_calls`."""
+    return time_calls(make, [call], launches=launches, replays=replays, device=device)[0]
+
+
+def time_calls(
+    make: Callable[[], Sequence[Any]],
+    calls: Sequence[Callable[..., Any]],
+    *,
+    launches: int = 20,
+    replays: int = 15,
+    device: str | torch.device = "cuda",
+) -> list[Timing]:
+    """Times each ``call(*make())``, by turns: a clock that falls while it measures falls for all.
 
     Args:
         make: makes one fresh set of inputs; called until the sets exceed the caches.
-        call: the work; on a GPU it is captured, so it must not synchronise.
+        calls: the work; on a GPU it is captured, so it must not synchronise.
         launches: calls in one graph (raised to the number of input sets).
         replays: timed replays after untimed ones; CPU: timed calls.
         device: "cuda" times by events around graph replays, "cpu" by the wall clock.
     """
     sets, cold = input_sets(make)
     if torch.device(device).type == "cpu":
-        return _summary(_cpu_samples(sets, call, replays), cold)
-    return _summary(_graph_samples(sets, call, max(launches, len(sets)), replays), cold)
+        return [_summary(_cpu_samples(sets, call, replays), cold) for call in calls]
+    samples = _graph_samples(sets, calls, max(launches, len(sets)), replays)
+    return [_summary(of_one, cold) for of_one in samples]
 
 
 def _cpu_samples(sets: list[Sequence[Any]], call: Callable[..., Any], replays: int) -> list[float]:
@@ -82,8 +95,29 @@ def _cpu_samples(sets: list[Sequence[Any]], call: Callable[..., Any], replays: i
 
 
 def _graph_samples(
-    sets: list[Sequence[Any]], call: Callable[..., Any], launches: int, replays: int
-) -> list[float]:
+    sets: list[Sequence[Any]], calls: Sequence[Callable[..., Any]], launches: int, replays: int
+) -> list[list[float]]:
+    graphs = [_capture(sets, call, launches) for call in calls]
+    begin = time.perf_counter()
+    while time.perf_counter() - begin < _WARM_SECONDS:
+        for graph in graphs:
+            graph.replay()
+        torch.cuda.synchronize()
+    samples: list[list[float]] = [[] for _ in graphs]
+    for _ in range(replays):
+        for graph, of_one in zip(graphs, samples, strict=True):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            of_one.append(start.elapsed_time(end) * 1e3 / launches)
+    return samples
+
+
+def _capture(
+    sets: list[Sequence[Any]], call: Callable[..., Any], launches: int
+) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())  # which fills the inputs
     with torch.cuda.stream(stream):
@@ -94,16 +128,4 @@ def _graph_samples(
     with torch.cuda.graph(graph, stream=stream):
         for i in range(launches):
             call(*sets[i % len(sets)])
-    begin = time.perf_counter()
-    while time.perf_counter() - begin < _WARM_SECONDS:
-        graph.replay()
-        torch.cuda.synchronize()
-    samples = []
-    for _ in range(replays):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e3 / launches)
-    return samples
+    return graph
