@@ -155,7 +155,7 @@ function(ridgeline_compile_cuda source result)
     OUTPUT "${object}"
     COMMAND ${CMAKE_COMMAND} -E make_directory "${CMAKE_CURRENT_BINARY_DIR}/cuda"
     COMMAND ${launcher} "${ridgeline_nvcc}" -c "${CMAKE_CURRENT_SOURCE_DIR}/${source}"
-      -o "${object}" -MD -MF "${object}.d" -std=c++20 -O3 ${gencode}
+      -o "${object}" -MD -MF "${object}.d" -std=c++20 -O2 ${gencode}
       -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
       -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
       --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=--warn-on-spills
@@ -193,6 +193,9 @@ function(ridgeline_add_cuda_module name)
   set_source_files_properties(${objects} PROPERTIES EXTERNAL_OBJECT ON GENERATED ON)
   set_target_properties(${name} PROPERTIES PREFIX "" SUFFIX ".so")
   target_compile_definitions(${name} PRIVATE USE_CUDA)
+  if(RIDGELINE_GENCODE_SM90A)
+    target_compile_definitions(${name} PRIVATE RIDGELINE_SM90A)
+  endif()
   target_include_directories(${name} SYSTEM PRIVATE "${RIDGELINE_CUDA_INCLUDE}")
   ridgeline_torch_cuda_library(torch_cuda)
   target_link_libraries(${name} PRIVATE ridgeline_common ridgeline_torch ridgeline_build_info

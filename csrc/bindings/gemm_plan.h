@@ -2,7 +2,7 @@
 #include <string>
 
 #include "bindings/gemm.h"
-#include "kernels/gemm_config.h"
+#include "kernels/gemm_config_text.h"
 
 namespace ridgeline::bindings {
 
@@ -32,7 +32,7 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                  .byte_x = int8 || format == "fp8_fp8" || format == "int4_fp8",
                                  .library = library,
                                  .batch_invariant = batch_invariant};
-  return gemm_config::choose(shape).to_text();
+  return gemm_config::to_text(gemm_config::choose(shape));
 }
 
 }  // namespace ridgeline::bindings

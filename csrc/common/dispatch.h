@@ -1,5 +1,4 @@
 #pragma once
-#include <algorithm>
 #include <type_traits>
 
 #include "common/check.h"
@@ -19,7 +18,8 @@ struct Type {
 template <int... Values, class Fn>
 void dispatch_at_least(int value, const char* name, Fn&& fn) {
   const bool found = ((value <= Values && (fn(Int<Values>{}), true)) || ...);
-  check(found, name, " is ", value, ", the largest covered is ", std::max({Values...}));
+  constexpr int kValues[] = {Values...};
+  check(found, name, " is ", value, ", the largest covered is ", kValues[sizeof...(Values) - 1]);
 }
 
 /// Calls fn(std::true_type) or fn(std::false_type).

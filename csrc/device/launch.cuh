@@ -6,13 +6,16 @@
 #include "common/check.h"
 #include "common/dispatch.h"
 #include "common/types.h"
-#include "device/launch_record.cuh"
 
 namespace ridgeline::device {
 
 inline void cuda_check(cudaError_t error, const char* what) {
   check(error == cudaSuccess, what, ": ", cudaGetErrorString(error));
 }
+
+/// Adds the launch to the trace that is open on this thread, and says whether there is one: then
+/// nothing is launched.
+bool record_launch(const void* kernel, const cudaLaunchConfig_t& config, const char* op);
 
 /// Whether the code loaded for `kernel` is of compute 9.0 or later: older code has no wait, so it
 /// must not start early.
@@ -50,8 +53,7 @@ void launch_chained(dim3 grid, dim3 block, std::size_t shared, Stream stream, co
   if (cluster > 8)  // more than every Hopper GPU must have room for
     cuda_check(cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
                name);
-  if (launch_trace::is_open())
-    return record_launch(reinterpret_cast<const void*>(kKernel), config, name);
+  if (record_launch(reinterpret_cast<const void*>(kKernel), config, name)) return;
   cuda_check(cudaLaunchKernelEx(&config, kKernel, params), name);
 }
 

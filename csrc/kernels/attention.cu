@@ -1,5 +1,6 @@
 #include <string>
 
+#include "common/launch_trace.h"
 #include "common/math.h"
 #include "device/launch.cuh"
 #include "device/properties.cuh"

@@ -1,7 +1,5 @@
 #pragma once
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <numeric>
 
 #include "device/launch.cuh"
@@ -11,16 +9,6 @@
 
 /// Launches of the Hopper prefill kernels: copies, order of the work, queue.
 namespace ridgeline::attention_sm90 {
-
-/// A number that no memory is likely to hold by chance, another one each time.
-inline unsigned long long new_ticket() {
-  static std::atomic<unsigned long long> count{static_cast<unsigned long long>(
-      std::chrono::steady_clock::now().time_since_epoch().count())};
-  unsigned long long x = (count += 0x9e3779b97f4a7c15ull);  // splitmix64
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return (x ^ (x >> 31)) | 1;  // never 0: so a closed queue is signed
-}
 
 constexpr std::int64_t kCacheBytes = 32 << 20;  // of the L2 cache, for keys and values side by side
 constexpr int kSequences = device::kWarpSize;   // side by side at most: one a lane of Order
@@ -66,7 +54,7 @@ void launch_works(const AttentionParams& p, Stream stream) {
   set_order<Tile>(p, launch);
   void* queue = static_cast<char*>(p.workspace) + config::queue_offset(p);
   launch.queue = static_cast<Queue*>(queue);
-  launch.ticket = new_ticket();
+  launch.ticket = attention_launch::new_ticket();
   const std::int64_t works = std::int64_t{p.heads} * p.batch * ceil_div(p.max_q, Tile::kQueries);
   checked_int32(works, "attention: tiles of queries");  // and so their numbers
   const auto blocks = std::min<std::int64_t>(works, device::multiprocessors());

@@ -1,7 +1,6 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <string>
 
 #include "common/math.h"
 #include "kernels/gemm.h"
@@ -63,16 +62,6 @@ struct Config {
   std::int32_t tile_rows;  // of the kernels that have tiles of x
   std::int32_t tile_cols;  // of the weight, in Hopper's kernels that have tiles of it
   bool fused;              // the epilogue is in the product's kernel
-
-  std::string to_text() const {
-    constexpr const char* kNames[] = {"strips", "digits", "cluster", "stream", "tile",
-                                      "expand", "expand_to_fp8", "fp8", "library", "simple",
-                                      "grouped"};
-    return std::string(kNames[static_cast<int>(path)]) + " segments=" + std::to_string(segments) +
-           " split=" + std::to_string(split) + " tile_rows=" + std::to_string(tile_rows) +
-           " tile_cols=" + std::to_string(tile_cols) +
-           " fused=" + std::to_string(fused);
-  }
 };
 
 /// Gate and up strips pair up only where the halves of the weight are whole strips.

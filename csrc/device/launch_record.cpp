@@ -1,5 +1,3 @@
-#pragma once
-#include <cuda_runtime.h>
 #include <cxxabi.h>
 
 #include <cstdlib>
@@ -7,11 +5,13 @@
 #include <string>
 
 #include "common/launch_trace.h"
+#include "device/launch.cuh"
 
 namespace ridgeline::device {
+namespace {
 
 /// The kernel's name with its template arguments, as C++ writes it.
-inline std::string name_of_kernel(const void* kernel) {
+std::string name_of_kernel(const void* kernel) {
   const char* mangled = nullptr;
   if (cudaFuncGetName(&mangled, kernel) != cudaSuccess || mangled == nullptr) return "unknown";
   const std::unique_ptr<char, void (*)(void*)> name(
@@ -19,9 +19,12 @@ inline std::string name_of_kernel(const void* kernel) {
   return name ? name.get() : mangled;
 }
 
-/// Adds the launch to the open trace: op, kernel, grid, block, shared bytes, registers and local
-/// bytes a thread, blocks that an SM holds, compute version of the code, chained or not.
-inline void record_launch(const void* kernel, const cudaLaunchConfig_t& config, const char* op) {
+}  // namespace
+
+/// The record: op, kernel, grid, block, shared bytes, registers and local bytes a thread, blocks
+/// that an SM holds, compute version of the code, chained or not.
+bool record_launch(const void* kernel, const cudaLaunchConfig_t& config, const char* op) {
+  if (!launch_trace::is_open()) return false;
   cudaFuncAttributes attributes{};
   int blocks = 0;
   const int threads = static_cast<int>(config.blockDim.x);
@@ -37,6 +40,7 @@ inline void record_launch(const void* kernel, const cudaLaunchConfig_t& config, 
   add(read ? attributes.numRegs : 0), add(attributes.localSizeBytes), add(blocks);
   add(attributes.binaryVersion), add(config.numAttrs > 0);
   text += "\n";
+  return true;
 }
 
 }  // namespace ridgeline::device

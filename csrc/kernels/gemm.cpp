@@ -2,6 +2,7 @@
 
 #include "common/launch_trace.h"
 #include "device/properties.cuh"
+#include "kernels/gemm_config_text.h"
 #include "kernels/gemm_grouped.h"
 #include "kernels/gemm_launch.cuh"
 
@@ -80,9 +81,9 @@ bool library_takes(const GemmParams& p) {
 /// What gemm() will do and where in the workspace each part lies.
 struct Plan {
   Config config;
-  bool prepares;  // x goes through prepare_kernel first
-  std::int64_t prepared_cols;
-  std::size_t prepared, partials, product, library, total;  // offsets, and all bytes
+  bool prepares = false;  // x goes through prepare_kernel first
+  std::int64_t prepared_cols = 0;
+  std::size_t prepared = 0, partials = 0, product = 0, library = 0, total = 0;  // offsets, all bytes
 };
 
 /// Whether the kernel normalizes x on its way.
@@ -193,7 +194,7 @@ std::size_t gemm_workspace_bytes(const GemmParams& params) {
 void gemm(const GemmParams& params, Stream stream) {
   if (params.M == 0 || params.N == 0) return;
   const Plan plan = plan_of(params);
-  launch_trace::note_choice([&] { return plan.config.to_text(); });
+  launch_trace::note_choice([&] { return gemm_config::to_text(plan.config); });
   if (plan.config.path == Path::kSimple)
     launch_trace::note_slower([&] { return reason_for_simple(params); });
   auto* workspace = static_cast<char*>(params.workspace);

@@ -1,0 +1,21 @@
+#pragma once
+#include <string>
+
+#include "kernels/gemm_config.h"
+
+namespace ridgeline::gemm_config {
+
+/// The choice in words, apart from gemm_config.h: kernel files include that one, and no strings.
+inline std::string to_text(const Config& config) {
+  constexpr const char* kNames[] = {"strips", "digits", "cluster", "stream", "tile",
+                                    "expand", "expand_to_fp8", "fp8", "library", "simple",
+                                    "grouped"};
+  return std::string(kNames[static_cast<int>(config.path)]) +
+         " segments=" + std::to_string(config.segments) +
+         " split=" + std::to_string(config.split) +
+         " tile_rows=" + std::to_string(config.tile_rows) +
+         " tile_cols=" + std::to_string(config.tile_cols) +
+         " fused=" + std::to_string(config.fused);
+}
+
+}  // namespace ridgeline::gemm_config
