@@ -325,5 +325,3 @@ void register_gemm(torch::stable::detail::StableLibrary& m) {
 }
 
 }  // namespace ridgeline::bindings
-                                 .sm90a = hopper,
-                                 .has_residual = false,
