@@ -222,7 +222,8 @@ class Runner:
             positions=step.positions,
             slots=step.slots,
             seq_lens=step.seq_lens,
-            cu_q=step.cu_q,
+            # One token is one sequence's: attention has a faster way then (docs/attention.md).
+            cu_q=step.cu_q if ids.shape[0] > 1 else None,
             block_tables=self._buffers.block_tables[:, :blocks].index_select(0, step.table_rows),
             max_q=max_q,
             counters=self._counters,

@@ -22,7 +22,8 @@ class StepInputs:
 
     Attributes:
         input_ids, positions, slots: ``[tokens]``.
-        seq_lens: ``[seqs]``, with the new tokens. cu_q: ``[seqs + 1]``, first token of each.
+        seq_lens: ``[seqs]``, with the new tokens. cu_q: ``[seqs + 1]``, first token of each; None:
+            each has one.
         block_tables: ``[seqs, max_blocks]``.
         max_q: the most tokens of one sequence.
         counters: of :func:`ridgeline.ops.paged_attention`, for any step of the model.
@@ -33,7 +34,7 @@ class StepInputs:
     positions: Tensor
     slots: Tensor
     seq_lens: Tensor
-    cu_q: Tensor
+    cu_q: Tensor | None
     block_tables: Tensor
     max_q: int
     counters: Tensor | None = None
