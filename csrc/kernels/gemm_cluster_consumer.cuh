@@ -19,7 +19,7 @@ struct Consumer {
   const ClusterParams& params;
   int unit;        // which 64 rows of the tile
   int warp, lane;  // warp in the warpgroup
-  int row;         // first weight row of the warpgroup
+  int row;         // first weight row of the warp: sixteen share a block of scales
   Sums sums = {};
 
   __device__ static std::uint64_t operand(const char* start) {

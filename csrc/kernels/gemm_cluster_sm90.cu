@@ -74,12 +74,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     Finish<T> finish{params, fixed, reinterpret_cast<float*>(ring),
                      reinterpret_cast<float4*>(received), first};
     finish.bring_factors(up_first);
+    const int in_tile = unit * kGroupRows + warp % 4 * kStripRows, rows = params.box_rows;
     Consumer<T, E, kFormat, kFp8X, kTokens> consumer{
         params, unit, warp % 4, lane,
-        params.paired && unit == 1 ? up_first : first + unit * kGroupRows};
+        in_tile < rows ? first + in_tile : up_first + in_tile - rows};
     consumer.run(fixed, ring, begin, count, turn, groups == 1 ? 2 : 1);
     ptx::named_barrier_sync(1, kConsumerThreads);  // every consumer has read its last stage
-    finish.keep(consumer.sums, turn, unit * kGroupRows + warp % 4 * kStripRows);
+    finish.keep(consumer.sums, turn, in_tile);
     ptx::named_barrier_sync(1, kConsumerThreads);  // the block's sums are whole
     if (segments > 1) {
       ptx::cluster_wait();  // the barriers of all blocks are made
@@ -114,6 +115,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                               Layout::bytes(params.row_groups));
   // By turns, a stage is always the same warpgroup's: it waits for each of its phases.
   params.stages = params.row_groups == 1 ? stages / 2 * 2 : stages;
+  check(stages >= (params.row_groups == 1 ? 4 : 2), "linear: a ring of ", stages, " stages");
   constexpr int kXBytes = kFp8X ? 1 : 2;
   params.x = device::matrix_map({.data = p.x.data,
                                  .element_bytes = kXBytes,
