@@ -223,7 +223,9 @@ void launch_tiles(const GemmParams& p, int segments, Stream stream) {
   const int out_cols = p.out_cols();
   constexpr int kDepth = Tile::kDepth;
   Launch launch{.gemm = p, .segments = segments, .steps = ceil_div(p.K, kDepth)};
-  launch.x = device::matrix_map({p.x.data, Tile::kFp8X ? 1 : 2, p.M, p.K, p.x.stride_row},
+  // Reordered columns lie anywhere among their sixteen.
+  const int x_cols = Tile::kFp8X ? round_up(p.K, 16) : p.K;
+  launch.x = device::matrix_map({p.x.data, Tile::kFp8X ? 1 : 2, p.M, x_cols, p.x.stride_row},
                                 Tile::kRows, kDepth, true);
   if constexpr (Tile::kInt4) {
     const std::int64_t words = std::int64_t{ceil_div(p.K, Int4Layout::kCols)} * Int4Layout::kWords;

@@ -234,6 +234,8 @@ def _w4a8_samples() -> list[Sample]:
         Sample("130 rows of fp8, K a block and a half, gated", x=fp8(130, 96), bias=normal(96),
                x_scale=_positive(1), weight=_int4_weight(96, 96, -1, False, False),
                activation="silu_mul"),
+        Sample("70 rows of fp8, K in the middle of sixteen columns", x=fp8(70, 100),
+               x_scale=_positive(70), weight=_int4_weight(64, 100, -1, False, False)),
         Sample("70 rows of fp8, off 16 bytes", x=fp8(70, 136)[:, 3:131], x_scale=_positive(70),
                bias=normal(64), weight=_int4_weight(64, 128, 128, False, False)),
         Sample("70 rows of fp8, activation order", x=fp8(70, 256), x_scale=_positive(70),
@@ -380,6 +382,12 @@ FP8 = OpCase(
         Sample("gated, both halves whole blocks", x=fp8(70, 256), weight=fp8(512, 256),
                x_scale=_positive(70, 2), weight_scale=_positive(4, 2), out_dtype=torch.bfloat16,
                activation="silu_mul"),
+        *(Sample(f"gated, block scales, {rows} rows of {name}", x=x, weight=fp8(columns, 256),
+                 weight_scale=_positive(4, 2), activation="silu_mul",
+                 **({} if name == "bf16" else {"x_scale": _positive(rows),
+                                               "out_dtype": torch.bfloat16}))
+          for rows in (9, 33, 64) for columns in (512, 416)
+          for name, x in (("bf16", normal(rows, 256)), ("fp8", fp8(rows, 256)))),
         Sample("gated, the up rows in the middle of a block", x=fp8(70, 256),
                weight=fp8(416, 256), x_scale=_positive(70, 2), weight_scale=_positive(4, 2),
                out_dtype=torch.bfloat16, activation="silu_mul"),
