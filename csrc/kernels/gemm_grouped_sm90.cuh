@@ -41,7 +41,7 @@ struct Tile {
   static constexpr int kBlocksPerSm = kConsumers == 1 ? 2 : 1;
   static constexpr int kWeightBytes = kCols * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
   static constexpr int kStageBytes =
-      kRows * kRowBytes + kWeightBytes + (kInt4 ? 2 * 3 * kCols : 16);
+      kRows * kRowBytes + kWeightBytes + (kInt4 ? 2 * (2 * kCols + round_up(kCols, 128)) : 16);
   static constexpr int kStages =
       std::min(16, (kBlocksPerSm == 2 ? 96 : 200) * 1024 / kStageBytes);
 };
