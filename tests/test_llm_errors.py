@@ -348,6 +348,25 @@ def test_an_interrupt_between_scheduling_and_running_loses_no_token(llm: LLM, mo
     assert llm.stats().used_blocks == llm.stats().in_flight == 0
 
 
+@pytest.mark.parametrize("at", [0, 3, 11])
+def test_an_interrupt_while_tokens_are_delivered_ends_that_request(llm: LLM, monkeypatch, at: int):
+    expected = llm.generate([5, 6, 7], GREEDY)[0].outputs[0].token_ids
+    stream = llm.stream([5, 6, 7], GREEDY)
+    append = Sequence.append
+
+    def interrupted(self: Sequence, token: int, *args: Any) -> bool:
+        if len(self.token_ids) == at and self.request.output.prompt_token_ids == [1, 2, 3]:
+            raise KeyboardInterrupt
+        return append(self, token, *args)
+
+    monkeypatch.setattr(Sequence, "append", interrupted)
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([1, 2, 3], params, progress=lambda _: None)
+    assert [token for piece in stream for token in piece.token_ids] == expected
+    assert llm.stats().used_blocks == llm.stats().in_flight == 0
+
+
 def test_who_waits_for_the_lock_comes_before_who_releases_it():
     lock, order = FairLock(), []
 

@@ -13,14 +13,11 @@ from typing import Any
 from ridgeline._C import engine
 from ridgeline.metrics import Meter
 from ridgeline.outputs import StreamOutput
-from ridgeline.request import Request, Sequence, SequenceIds
+from ridgeline.request import Delivery, Request, Sequence, SequenceIds
 from ridgeline.runner import Runner, StepResult
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.tokenizer import Tokenizer
 from ridgeline.trace import Recorder
-
-Output = tuple[int, int, int, str | None]
-"""Of a commit: sequence id, token, row, and why the sequence ended, if it did."""
 
 _SEEDS = 2**63
 _MIX = 0x9E3779B97F4A7C15
@@ -62,6 +59,7 @@ class Core:
         self._keeps_latency = keeps_latency
         self._clock = clock
         self._in_flight: deque[tuple[engine.Batch, float, StepResult]] = deque()
+        self._delivery: Delivery | None = None
         self._last_done = 0.0
         self._requests: dict[str, Request] = {}
         self._sequences: dict[int, Sequence] = {}
@@ -110,17 +108,10 @@ class Core:
             self._ids.give_back(seq_ids)
             raise
         request = Request(
-            str(self._num_requests),
-            prompt,
-            token_ids,
-            params,
-            seq_ids,
-            updates,
-            prompt_index=prompt_index,
-            tokenizer=self._tokenizer,
-            arrival_time=arrival,
+            str(self._num_requests), prompt, token_ids, params, seq_ids, updates,
+            prompt_index=prompt_index, tokenizer=self._tokenizer, arrival_time=arrival,
             streams=streams,
-        )
+        )  # fmt: skip
         self._num_requests += 1
         self._requests[request.output.request_id] = request
         self._unscheduled[seq_ids[0]] = request
@@ -149,8 +140,8 @@ class Core:
         """One turn of the loop; False if there was nothing to do."""
         try:
             return self._step()
-        except BaseException:  # an interrupt, at any point: nothing stays half scheduled
-            self._discard()
+        except BaseException:  # an interrupt: what was committed is delivered, the rest forgotten
+            self._recover()
             raise
 
     def _step(self) -> bool:
@@ -226,31 +217,32 @@ class Core:
         outputs = self.scheduler.commit(batch, tokens)
         if self._recorder is not None:
             self._recorder.committed(batch, tokens)
-        self._take_prompt_rows(batch, result, outputs)
-        self._take(outputs, result, now)
+        self._delivery = Delivery(outputs, result, now)
+        self._take_prompt_rows(batch, self._delivery)
+        self._take(self._delivery)
+        self._delivery = None
         self._ids.committed += 1
         self._measure(batch, start, now)
 
-    def _take_prompt_rows(
-        self, batch: engine.Batch, result: StepResult, outputs: list[Output]
-    ) -> None:
+    def _take_prompt_rows(self, batch: engine.Batch, delivery: Delivery) -> None:
         """Gives requests the log-probabilities of their prompts, before any token after them."""
+        result = delivery.result
         row_seq_ids = batch.row_seq_ids if result.prompt_rows else []
         for row in result.prompt_rows:
-            sequence = self._sequences.get(row_seq_ids[row])
-            if sequence is None:
+            if (sequence := self._sequences.get(row_seq_ids[row])) is None:
                 continue
             try:
                 sequence.request.add_prompt_logprobs(result.candidates(row))
             except Exception as error:
-                self._end(sequence.request, "error", error, _ended(outputs))
+                self._end(sequence.request, "error", error, delivery.ended())
 
-    def _take(self, outputs: list[Output], result: StepResult, now: float) -> None:
+    def _take(self, delivery: Delivery) -> None:
         """Gives each sequence its token. What raises there ends that request alone."""
-        sequences = self._sequences
-        for seq_id, token, row, end in outputs:
-            sequence = sequences.get(seq_id)
-            if sequence is None:  # a sibling's error has ended it
+        sequences, result, now = self._sequences, delivery.result, delivery.now
+        for at in range(delivery.at + 1, len(delivery.outputs)):
+            delivery.at = at
+            seq_id, token, row, end = delivery.outputs[at]
+            if (sequence := sequences.get(seq_id)) is None:  # a sibling's error has ended it
                 continue
             if end is None and sequence.plain:
                 sequence.keep(token)
@@ -260,12 +252,26 @@ class Core:
                 candidates = result.candidates(row) if sequence.wants_logprobs else None
                 stopped = sequence.append(token, end, candidates, now)
             except Exception as error:
-                self._end(sequence.request, "error", error, _ended(outputs))
+                self._end(sequence.request, "error", error, delivery.ended())
                 continue
             if stopped and end is None:
                 self._finish(seq_id, "stop")
             if sequence.finished:
                 self._drop(sequence)
+
+    def _recover(self) -> None:
+        """After an interrupt: whose token was being delivered ends, others get theirs."""
+        delivery, self._delivery = self._delivery, None
+        if delivery is not None:
+            seq_id = delivery.outputs[delivery.at][0] if delivery.at >= 0 else -1
+            sequence = self._sequences.get(seq_id)
+            if sequence is not None:
+                error = RuntimeError("interrupted while a token was delivered")
+                self._end(sequence.request, "error", error, delivery.ended())
+                if seq_id in self._sequences:  # it had ended, and was not dropped yet
+                    self._drop(sequence)
+            self._take(delivery)
+        self._discard()
 
     def _measure(self, batch: engine.Batch, start: float, now: float) -> None:
         # A step waits for the one before; its time is what it adds.
@@ -324,7 +330,7 @@ class Core:
             warnings.warn(
                 f"a step of request {request.output.request_id} raised {error!r}; it ends there",
                 RuntimeWarning,
-                stacklevel=4,
+                stacklevel=5,
             )
 
     def _discard(self) -> None:
@@ -338,13 +344,7 @@ class Core:
             self._runner.sampling.recount(sequence.seq_id, sequence.token_ids)
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        bad = [token for token in ids if token >= self._vocab_size]
-        if bad:
+        if bad := [token for token in ids if token >= self._vocab_size]:
             raise ValueError(
                 f"{name}: token ids must be below the vocabulary's {self._vocab_size}, got {bad}"
             )
-
-
-def _ended(outputs: list[Output]) -> set[int]:
-    """The sequences that the scheduler has ended in the commit that returned this."""
-    return {seq_id for seq_id, _, _, reason in outputs if reason is not None}

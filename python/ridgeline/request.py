@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ridgeline.outputs import (
     CompletionOutput,
@@ -16,6 +17,27 @@ from ridgeline.outputs import (
 )
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.tokenizer import Detokenizer, StopStrings, Tokenizer
+
+if TYPE_CHECKING:
+    from ridgeline.runner import StepResult
+
+Output = tuple[int, int, int, str | None]
+"""Of a commit: sequence id, token, row, and why the sequence ended, if it did."""
+
+
+@dataclass
+class Delivery:
+    """What a commit returned, on its way to the sequences; those up to ``at`` have theirs, or the
+    one at ``at`` is being given it."""
+
+    outputs: list[Output]
+    result: StepResult
+    now: float
+    at: int = -1
+
+    def ended(self) -> set[int]:
+        """The sequences that the scheduler has ended in that commit."""
+        return {seq_id for seq_id, _, _, reason in self.outputs if reason is not None}
 
 
 @dataclass(frozen=True)
