@@ -106,3 +106,59 @@ def test_alpha_is_checked() -> None:
     seen = ridgeline.observe(block, lambda: block(x))
     with pytest.raises(ValueError, match="alpha: expected a number from 0 to 1, got 2"):
         ridgeline.smooth_(block, seen, alpha=2)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(20, 16), nn.LayerNorm(16)
+        self.head = nn.Linear(16, 20, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.embedding(ids)))
+
+
+class Twice(nn.Module):
+    def __init__(self, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second, self.linear = nn.LayerNorm(16), second, nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(self.first(x)) + self.linear(self.second(x))
+
+
+@pytest.mark.parametrize("case", ["shared weight", "two norms", "a norm and something else"])
+def test_a_weight_that_others_use_is_left(case: str) -> None:
+    torch.manual_seed(3)
+    module: nn.Module = Tied()
+    x = torch.arange(12)
+    if case != "shared weight":
+        module = Twice(nn.LayerNorm(16) if case == "two norms" else nn.Tanh())
+        x = torch.randn(5, 16) * 4
+    with torch.no_grad():
+        expected = module(x)
+    assert ridgeline.smooth_(module, ridgeline.observe(module, lambda: module(x))) == ()
+    with torch.no_grad():
+        assert torch.equal(module(x), expected)
+
+
+def test_layers_that_saw_nothing() -> None:
+    block, x = made("rms")
+    seen = ridgeline.observe(block, lambda: (block.gate(x[:0]), block.gate(x)))
+    done = ridgeline.quantize_(block, "int8", seen=seen, threshold=6.0)
+    assert done.layers == ("gate",)
+    assert {reason for _, reason in done.left} == {"it was not run while its inputs were observed"}
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "message"),
+    [
+        ("int4", {"seen": ridgeline.Observed({}, {})}, 'seen: expected with format "int8" only'),
+        ("int8", {"threshold": 6.0}, "threshold: expected with seen"),
+    ],
+)
+def test_options_that_do_not_go_together(format: str, options: dict, message: str) -> None:
+    block, _ = made("rms")
+    with pytest.raises(ValueError, match=message):
+        ridgeline.quantize_(block, format, **options)

@@ -79,14 +79,20 @@ def quantize_(
         raise ValueError("module: expected a tree with linear layers in it, got a linear layer")
     layers, left, before, after = [], [], 0, 0
     seen: Observed | None = options.pop("seen", None)
+    if seen is not None and format != "int8":
+        raise ValueError(f'seen: expected with format "int8" only, got it with {format!r}')
+    if seen is None and "threshold" in options:
+        raise ValueError("threshold: expected with seen, the magnitudes that it is held against")
     for name, child in list(module.named_modules()):
         if not isinstance(child, (nn.Linear, Linear)):
             continue
         reason = _reason_to_leave(name, child, skip)
+        if reason is None and seen is not None and name not in seen.largest:
+            reason = "it was not run while its inputs were observed"
         made = None
         if reason is None:
             try:
-                own = {} if seen is None else {"largest": seen.largest.get(name)}
+                own = {} if seen is None else {"largest": seen.largest[name]}
                 made = _MAKERS[format](child, **options, **own)
             except ValueError as error:  # what the format cannot do with this shape
                 reason = str(error)

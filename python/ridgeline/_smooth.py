@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,8 @@ class Observed:
 
     Attributes:
         largest: by the name of a linear layer, the largest magnitude of each input column.
-        fed: by the name of a norm, the names of the linear layers that take its output as it is.
+        fed: by the name of a norm, the names of the linear layers that take its output as it is, if
+            none of them took anything else too.
     """
 
     largest: Mapping[str, Tensor]
@@ -35,6 +37,7 @@ def observe(module: nn.Module, run: Callable[[], object]) -> Observed:
     largest: dict[str, Tensor] = {}
     fed: dict[str, list[str]] = {}
     outputs: dict[int, tuple[str, Tensor]] = {}  # the tensors are kept, or an id comes again
+    sources: dict[str, set[str]] = {}  # of a linear layer: norms, and "" for anything else
 
     def after_norm(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, _inputs: Any, output: Any) -> None:
@@ -46,11 +49,12 @@ def observe(module: nn.Module, run: Callable[[], object]) -> Observed:
     def before_linear(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, inputs: Any) -> None:
             x = inputs[0]
+            if x.numel() == 0:
+                return
             seen = x.detach().abs().reshape(-1, x.shape[-1]).amax(0).float()
             largest[name] = torch.maximum(largest[name], seen) if name in largest else seen
             source, kept = outputs.get(id(x), ("", None))
-            if kept is x and name not in fed.setdefault(source, []):
-                fed[source].append(name)
+            sources.setdefault(name, set()).add(source if kept is x else "")
 
         return hook
 
@@ -66,7 +70,11 @@ def observe(module: nn.Module, run: Callable[[], object]) -> Observed:
     finally:
         for handle in handles:
             handle.remove()
-    return Observed(largest, fed)
+    for name, norms in sources.items():
+        for norm in norms - {""}:
+            fed.setdefault(norm, []).append(name)
+    alone = {n: readers for n, readers in fed.items() if all(len(sources[r]) == 1 for r in readers)}
+    return Observed(largest, alone)
 
 
 def _is_norm(child: nn.Module) -> bool:
@@ -89,8 +97,9 @@ def smooth_(module: nn.Module, seen: Observed, *, alpha: float = 0.5) -> tuple[s
 
     Returns:
         The names of the norms changed: those whose output is proportional to their weight and
-        feeds linear layers alone. What else reads a norm's output is not seen: a module that reads
-        it otherwise must be left out of ``seen.fed``.
+        feeds linear layers alone, none of which shares its weight or reads anything else. What
+        else reads a norm's output is not seen: a module that reads it otherwise must be left out
+        of ``seen.fed``.
 
     Raises:
         ValueError: alpha outside [0, 1].
@@ -100,9 +109,13 @@ def smooth_(module: nn.Module, seen: Observed, *, alpha: float = 0.5) -> tuple[s
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha: expected a number from 0 to 1, got {alpha}")
     changed = []
+    names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     for name, readers in seen.fed.items():
         norm = module.get_submodule(name)
         layers = [module.get_submodule(reader) for reader in readers]
+        own = [*norm.parameters(recurse=False), *(layer.weight for layer in layers)]
+        if any(names[id(p)] > 1 for p in own):  # what else has it would change
+            continue
         weights = [layer.weight for layer in layers if isinstance(layer.weight, Tensor)]
         of_weights = torch.stack([w.abs().amax(0).float() for w in weights]).amax(0)
         of_x = seen.largest[readers[0]].to(of_weights.device)
@@ -119,6 +132,8 @@ def _divide(norm: nn.Module, factors: Tensor) -> bool:
     """Whether the norm's output could be divided: some add one to their weight."""
     weight = norm.weight
     assert isinstance(weight, Tensor)
+    if weight.numel() != factors.numel() or hasattr(norm, "running_mean"):
+        return False
     probe = torch.randn(2, factors.numel(), device=factors.device).to(weight.dtype)
     before = norm(probe).float()
     kept = {key: p.detach().clone() for key, p in norm.named_parameters(recurse=False)}
