@@ -24,6 +24,7 @@ CONTEXT_BYTES = 900 << 20
 
 _HOST_BANDWIDTH = 25e9  # bytes a second between device and pinned memory: PCIe 4, 16 lanes
 _QUANTISED = ("qkv", "output", "up", "down")
+_QUANTISED_EXPERTS = ("expert_up", "expert_down")  # but for int8
 _INT4_GROUP = 128
 
 
@@ -148,7 +149,8 @@ def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: str | No
 def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization: str | None) -> int:
     *_, kind, end = name.split(".")
     count = prod(shape)
-    if quantization is None or end != "weight" or kind not in _QUANTISED or len(shape) != 2:
+    kinds = _QUANTISED + (() if quantization == "int8" else _QUANTISED_EXPERTS)
+    if quantization is None or end != "weight" or kind not in kinds or len(shape) != 2:
         return count * dtype.itemsize
     if quantization in ("fp8", "int8"):
         return count + 4 * shape[0]
