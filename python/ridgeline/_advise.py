@@ -36,6 +36,8 @@ class Advice:
 
     def best(self, rows: int) -> str:
         """The scheme of the least time at one of ``rows``; of equal ones the widest."""
+        if rows not in self.rows:
+            raise ValueError(f"rows: expected one of {list(self.rows)}, got {rows}")
         at = self.rows.index(rows)
         return min(self.microseconds, key=lambda name: round(self.microseconds[name][at], 3))
 
@@ -73,7 +75,7 @@ def advise_quantization(
         ValueError: no products; a number of rows or a size below 1.
 
     The schemes: "16 bits"; "int4" (groups of 128) with 16-bit products; "fp8" and "int8" with
-    both operands in 8 bits, where ``roofs`` has the rate of "fp8" ("int8" is as fast).
+    both operands in 8 bits, where ``roofs`` has their rate ("int8" is as fast as "fp8").
     """
     shapes = _shapes(model_or_shapes)
     if not rows or min(rows) < 1:
@@ -89,7 +91,8 @@ def advise_quantization(
     def is_no_faster(name: str, count: int) -> bool:
         return total(name, count) >= 0.999 * total("16 bits", count)
 
-    schemes = ["16 bits", *(("fp8", "int8") if "fp8" in roofs.flops else ()), "int4"]
+    eight = [name for name in ("fp8", "int8") if {name, "fp8"} & roofs.flops.keys()]
+    schemes = ["16 bits", *eight, "int4"]
     return Advice(
         machine=roofs.name,
         rows=tuple(rows),
