@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +31,20 @@ class SwapSpace:
         self._host = [
             torch.empty((num_blocks, *t.shape[1:]), dtype=torch.uint8) for t in self._device
         ]
-        self._pinned: list[Tensor] = []
+        pinned: list[Tensor] = []
+        # Also where nobody closes it, as after an error of the start.
+        self._unpin = weakref.finalize(self, _unpin, pinned)
         for t in self._host if self._device[0].is_cuda else ():
-            _check(torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0), t.nbytes)
-            self._pinned.append(t)
+            error = torch.cuda.cudart().cudaHostRegister(t.data_ptr(), t.nbytes, 0)
+            if int(error) != 0:
+                self.close()
+                _forget_error(self._device[0].device)
+                raise MemoryError(f"swap_space: {t.nbytes / 2**30:.2f} GiB cannot be pinned")
+            pinned.append(t)
 
     def close(self) -> None:
         """Requires: no copy is running any more."""
-        for t in self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(t.data_ptr())
-        self._pinned.clear()
+        self._unpin()
 
     def save(self, pairs: Pairs) -> None:
         """(block, host block): to the host."""
@@ -69,9 +74,16 @@ def swap_blocks(layout: KVCacheLayout, gib: float) -> int:
     return int(gib * 2**30) // layout.block_bytes
 
 
-def _check(error: Any, size: int) -> None:
-    if int(error) != 0:
-        raise MemoryError(f"swap_space: {size / 2**30:.2f} GiB of host memory cannot be pinned")
+def _unpin(pinned: list[Tensor]) -> None:
+    for t in pinned:
+        torch.cuda.cudart().cudaHostUnregister(t.data_ptr())
+    pinned.clear()
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA keeps a failed call's error for whoever asks next: torch, after a launch."""
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device=device)
 
 
 def _blocks(values: Tensor) -> Tensor:
