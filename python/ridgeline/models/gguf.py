@@ -105,6 +105,11 @@ class GgufFile:
         missing = [f"{kind}.{key}" for key in _REQUIRED if not own.get(key)]
         if missing:
             raise ValueError(f"no metadata for: {', '.join(missing)}")
+        for key in _REQUIRED:
+            if not isinstance(own[key], int):
+                raise ValueError(
+                    f"{kind}.{key}: expected one number for all layers, got {own[key]}"
+                )
         head_dim = own["embedding_length"] // own["attention.head_count"]
         rotated = own.get("rope.dimension_count")
         if rotated not in (None, own.get("attention.key_length", head_dim)):
