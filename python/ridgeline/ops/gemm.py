@@ -123,6 +123,10 @@ def int4_linear(
         Elephants Can't Run", 2022.
     """
     values = x
+    if act is not None and x.dtype != weight.scales.dtype:
+        raise ValueError(
+            f"x: expected the dtype of the scales, {weight.scales.dtype}, with act, got {x.dtype}"
+        )
     if act is not None:
         if act != "fp8" or x_scale is not None:
             got = "x_scale beside it" if act == "fp8" else repr(act)

@@ -31,7 +31,8 @@ def int8_linear(
 ) -> Tensor:
     """:func:`linear` with an int8 weight and an int8 ``x``, each with float32 scales.
 
-    Integers are multiplied as they are, and summed exactly in int32; what follows is float32.
+    Integers are multiplied as they are and, on CUDA where rows are of 16 bytes, summed exactly in
+    int32; elsewhere sums are float32, exact up to 2**24. What follows is float32.
 
     Args:
         x: ``[..., K]``, int8 with ``x_scale``; or float16, bfloat16 (on the CPU float32 too),
