@@ -37,8 +37,7 @@ struct Tile {
   static constexpr int kScalesOfStrip =
       kFormat == WeightFormat::kDense ? 0 : kScaleBytes<kFormat>;
   static constexpr int kStageBytes = kXBytes + kWarps * (kStripBytes + kScalesOfStrip);
-  // With the experts' table a block fits every GPU from compute 8.0 on.
-  static constexpr int kStages = std::min(8, 94 * 1024 * kWarps / 8 / kStageBytes);
+  static constexpr int kStages = std::min(8, 104 * 1024 * kWarps / 8 / kStageBytes);
   static_assert(kWarps / kWarpsAlongM * kStripsOfWarp == kWarps, "each warp copies one strip");
   static_assert(kStages >= 3, "two stages in flight, one in use");
   static_assert(kStages * kStageBytes >= kRows * kPitch * 4, "the sums take the stages' place");
