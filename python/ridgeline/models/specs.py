@@ -11,13 +11,7 @@ from typing import Any
 
 from ridgeline.models.common_weights import LAYER, LLAMA_WEIGHTS, QK_NORMS, QWEN_DEFAULTS
 from ridgeline.models.expert_specs import GPT_OSS, MIXTRAL, QWEN3_MOE
-from ridgeline.models.spec import (
-    SameAs,
-    Spec,
-    all_sliding,
-    every_nth_full,
-    upper_sliding,
-)
+from ridgeline.models.spec import SameAs, Spec, all_sliding, every_nth_full, upper_sliding
 
 _SANDWICH_NORMS = {
     "layers.{i}.post_attention_norm": (LAYER + "post_attention_layernorm",),

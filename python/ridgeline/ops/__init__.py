@@ -12,7 +12,8 @@ from ridgeline.ops.attention import (
     merge_attention,
     paged_attention,
 )
-from ridgeline.ops.gemm import fp8_linear, int4_linear, linear
+from ridgeline.ops.gemm import int4_linear, linear
+from ridgeline.ops.gemm_fp8 import fp8_linear
 from ridgeline.ops.gemm_int8 import int8_linear
 from ridgeline.ops.grouped import (
     Int4Experts,

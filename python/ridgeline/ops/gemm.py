@@ -1,4 +1,4 @@
-"""Matrix products with the layers' weights: dense, 4-bit and 8-bit floating point."""
+"""Matrix products of 16-bit inputs with dense and 4-bit weights; 8 bits: gemm_fp8, gemm_int8."""
 
 from __future__ import annotations
 
@@ -159,72 +159,6 @@ def int4_linear(
     return inference_only(out, "int4_linear", x, bias, residual)
 
 
-def fp8_linear(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    x_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    batch_invariant: bool = False,
-    weights_ready: bool = False,
-) -> Tensor:
-    """:func:`linear` with a weight in float8 e4m3 and float32 scales.
-
-    Args:
-        x: ``[..., K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded to
-            that dtype, exactly (on Hopper up to 8 rows bfloat16 is kept as float16 in a power of
-            two that 256 columns share: what is far smaller than its neighbours is rounded); or
-            float8_e4m3fn with ``x_scale``: both are expanded, exactly, or,
-            on Hopper with more than 8 rows, multiplied as they are: the tensor cores keep 14 bits
-            of a sum of 128 columns (256 of more than 64 rows without scales of columns), which is
-            added in float32.
-        weight: ``[N, K]``, float8_e4m3fn; last dimension contiguous.
-        weight_scale: float32: one value, or ``[N]``, applied to the product in float32; or
-            ``[ceil(N / 128), ceil(K / 128)]``, one a 128 x 128 block, applied to the expanded
-            weight and, on CUDA, rounded to the dtype of the output; on Hopper up to 64 rows, and
-            where both are multiplied as they are, applied to sums in float32.
-        x_scale: float32, for a float8 ``x`` only: one value, or one a row of ``x``, applied to the
-            product; or ``[..., ceil(K / 128)]``, one a group of 128 columns, applied to sums of
-            those or, up to 64 rows and off Hopper, to the expanded ``x``.
-        out_dtype: of the output, for a float8 ``x``; None: bfloat16. Otherwise the dtype of ``x``.
-        bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
-            :func:`linear`; no norm for a float8 ``x``. Bits as in :func:`int4_linear`.
-
-    Returns:
-        A new contiguous tensor, ``[..., N]`` (gated: ``[..., N / 2]``).
-
-    Raises:
-        ValueError: dtype, device or shape differ from the above; the message names the argument.
-
-    Source: Micikevicius et al., "FP8 formats for deep learning", 2022.
-    """
-    is_fp8 = x.dtype == torch.float8_e4m3fn
-    out = (out_dtype or torch.bfloat16) if is_fp8 else (out_dtype or x.dtype)
-    if not is_fp8 and out != x.dtype:
-        raise ValueError(f"out_dtype: expected None or the dtype of x, {x.dtype}, got {out_dtype}")
-    out = _ops.fp8_linear(
-        x,
-        weight,
-        weight_scale,
-        bias,
-        x_scale,
-        str(out).removeprefix("torch."),
-        activation or "none",
-        residual,
-        norm_weight,
-        norm_eps,
-        batch_invariant,
-        weights_ready,
-    )
-    return inference_only(out, "fp8_linear", x, bias, residual)
-
-
 # ---- Shapes without data -----------------------------------------------------------------------
 
 
@@ -270,27 +204,9 @@ def _(
     return empty_output(x, N, activation, scales.dtype)
 
 
-@torch.library.register_fake("ridgeline::fp8_linear")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None,
-    x_scale: Tensor | None,
-    out_dtype: str,
-    activation: str,
-    residual: Tensor | None,
-    norm_weight: Tensor | None,
-    norm_eps: float,
-    batch_invariant: bool,
-    weights_ready: bool,
-) -> Tensor:
-    return empty_output(x, weight.shape[0], activation, getattr(torch, out_dtype))
-
-
 # ---- Costs -------------------------------------------------------------------------------------
 
-_UNITS = {torch.float16: "bf16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+UNITS = {torch.float16: "bf16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def product_cost(
@@ -324,7 +240,7 @@ def _(
         weight.shape[0],
         nbytes(weight),
         x.dtype,
-        _UNITS[x.dtype],
+        UNITS[x.dtype],
         activation,
         bias,
         residual,
@@ -347,28 +263,5 @@ def _(
 ) -> Cost:
     read = nbytes(weight.packed, weight.scales, weight.zeros, weight.perm, x_scale)
     dtype = weight.scales.dtype
-    unit = "fp8" if act or x.dtype == torch.float8_e4m3fn else _UNITS[dtype]
+    unit = "fp8" if act or x.dtype == torch.float8_e4m3fn else UNITS[dtype]
     return product_cost(x, weight.N, read, dtype, unit, activation, bias, residual, norm_weight)
-
-
-@cost_of("fp8_linear")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    weight_scale: Tensor,
-    bias: Tensor | None = None,
-    *,
-    x_scale: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    activation: str | None = None,
-    residual: Tensor | None = None,
-    norm_weight: Tensor | None = None,
-    **_unused: object,
-) -> Cost:
-    is_fp8 = x.dtype == torch.float8_e4m3fn
-    out = out_dtype or (torch.bfloat16 if is_fp8 else x.dtype)
-    unit = "fp8" if is_fp8 else _UNITS[out]
-    read = nbytes(weight, weight_scale, x_scale)
-    return product_cost(
-        x, weight.shape[0], read, out, unit, activation, bias, residual, norm_weight
-    )

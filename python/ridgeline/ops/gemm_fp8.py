@@ -1,0 +1,119 @@
+"""Matrix products with fp8 weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ridgeline.ops._gradient import inference_only
+from ridgeline.ops.gemm import UNITS, empty_output, product_cost
+from ridgeline.roofline.cost import Cost, cost_of, nbytes
+
+_ops = torch.ops.ridgeline
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    batch_invariant: bool = False,
+    weights_ready: bool = False,
+) -> Tensor:
+    """:func:`linear` with a weight in float8 e4m3 and float32 scales.
+
+    Args:
+        x: ``[..., K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded to
+            that dtype, exactly (on Hopper up to 8 rows bfloat16 is kept as float16 in a power of
+            two that 256 columns share: what is far smaller than its neighbours is rounded); or
+            float8_e4m3fn with ``x_scale``: both are expanded, exactly, or,
+            on Hopper with more than 8 rows, multiplied as they are: the tensor cores keep 14 bits
+            of a sum of 128 columns (256 of more than 64 rows without scales of columns), which is
+            added in float32.
+        weight: ``[N, K]``, float8_e4m3fn; last dimension contiguous.
+        weight_scale: float32: one value, or ``[N]``, applied to the product in float32; or
+            ``[ceil(N / 128), ceil(K / 128)]``, one a 128 x 128 block, applied to the expanded
+            weight and, on CUDA, rounded to the dtype of the output; on Hopper up to 64 rows, and
+            where both are multiplied as they are, applied to sums in float32.
+        x_scale: float32, for a float8 ``x`` only: one value, or one a row of ``x``, applied to the
+            product; or ``[..., ceil(K / 128)]``, one a group of 128 columns, applied to sums of
+            those or, up to 64 rows and off Hopper, to the expanded ``x``.
+        out_dtype: of the output, for a float8 ``x``; None: bfloat16. Otherwise the dtype of ``x``.
+        bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
+            :func:`linear`; no norm for a float8 ``x``. Bits as in :func:`int4_linear`.
+
+    Returns:
+        A new contiguous tensor, ``[..., N]`` (gated: ``[..., N / 2]``).
+
+    Raises:
+        ValueError: dtype, device or shape differ from the above; the message names the argument.
+
+    Source: Micikevicius et al., "FP8 formats for deep learning", 2022.
+    """
+    is_fp8 = x.dtype == torch.float8_e4m3fn
+    out = (out_dtype or torch.bfloat16) if is_fp8 else (out_dtype or x.dtype)
+    if not is_fp8 and out != x.dtype:
+        raise ValueError(f"out_dtype: expected None or the dtype of x, {x.dtype}, got {out_dtype}")
+    out = _ops.fp8_linear(
+        x,
+        weight,
+        weight_scale,
+        bias,
+        x_scale,
+        str(out).removeprefix("torch."),
+        activation or "none",
+        residual,
+        norm_weight,
+        norm_eps,
+        batch_invariant,
+        weights_ready,
+    )
+    return inference_only(out, "fp8_linear", x, bias, residual)
+
+
+@torch.library.register_fake("ridgeline::fp8_linear")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_dtype: str,
+    activation: str,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    batch_invariant: bool,
+    weights_ready: bool,
+) -> Tensor:
+    return empty_output(x, weight.shape[0], activation, getattr(torch, out_dtype))
+
+
+@cost_of("fp8_linear")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scale: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    norm_weight: Tensor | None = None,
+    **_unused: object,
+) -> Cost:
+    is_fp8 = x.dtype == torch.float8_e4m3fn
+    out = out_dtype or (torch.bfloat16 if is_fp8 else x.dtype)
+    unit = "fp8" if is_fp8 else UNITS[out]
+    read = nbytes(weight, weight_scale, x_scale)
+    return product_cost(
+        x, weight.shape[0], read, out, unit, activation, bias, residual, norm_weight
+    )
