@@ -13,8 +13,7 @@ constexpr int kStripRows = 16;      // weight rows a warp multiplies at a time: 
 constexpr int kMaxSegments = 8;     // warps a block of the few-row kernel has
 constexpr int kStreamRows = 16;     // the few-row kernel's most rows: one m16 operand
 constexpr int kFewRows = 64;        // up to here own kernels beat the library's
-constexpr int kStripsRows = 8;      // Hopper: the most rows of the strips kernel, ...
-constexpr int kDigitsRows = 16;     // ... and of its like for int4
+constexpr int kStripsRows = 8;      // Hopper: the most rows of the strips and the digits kernel
 constexpr int kDigitsCols = 512;    // columns of K that a warp of the latter takes at a time
 constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
@@ -25,7 +24,7 @@ constexpr int kBlocksWanted =
 
 enum class Path : std::uint8_t {
   kStrips,   // Hopper, up to 8 rows: each block streams whole strips of the weight
-  kDigits,   // Hopper, int4, up to 16 rows: the same, by the integer tensor cores
+  kDigits,   // Hopper, int4, up to 8 rows: the same, by the integer tensor cores
   kCluster,  // Hopper, up to 64 rows: tiles of the weight, K split over a cluster of blocks
   kStream,   // up to 16 rows: each warp streams a strip of the weight
   kTile,     // shared-memory tiles
@@ -113,7 +112,7 @@ constexpr std::int64_t digits_bytes(const Shape& shape) {
 
 /// Groups that divide a chunk or are whole ones.
 constexpr bool is_for_digits(const Shape& shape) {
-  if (shape.format != WeightFormat::kInt4 || shape.M > kDigitsRows) return false;
+  if (shape.format != WeightFormat::kInt4 || shape.M > kStripsRows) return false;
   const bool divides = shape.group % kBlockCols == 0 && kDigitsCols % shape.group == 0;
   return (divides || shape.group % kDigitsCols == 0 || shape.group >= shape.K) &&
          digits_bytes(shape) <= 2 * kShareOfSm;

@@ -23,8 +23,7 @@ using namespace gemm_digits;
 /// finished strips.
 /// Roofline: the weight's bytes, once; x comes from L2, once a block.
 template <class T, int kSpan, int kTiles>
-__global__ void __launch_bounds__(kThreads + (kTiles == 1 ? 2 : kMostFinishers) * 32,
-                                  kTiles == 1 ? 2 : 1)
+__global__ void __launch_bounds__(kThreads + kMostFinishers * 32, kTiles == 1 ? 2 : 1)
     digits_sm90_kernel(const __grid_constant__ DigitsParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char memory[];
@@ -135,8 +134,7 @@ void launch(const GemmParams& p, Stream stream) {
 template <class T, int kSpan>
 void launch_rows(const GemmParams& p, Stream stream) {
   if (p.M <= kTokens) return launch<T, kSpan, 1>(p, stream);
-  if (p.M <= 2 * kTokens) return launch<T, kSpan, 2>(p, stream);
-  launch<T, kSpan, 4>(p, stream);
+  launch<T, kSpan, 2>(p, stream);
 }
 
 template <class T>
@@ -149,8 +147,8 @@ void launch_spans(const GemmParams& p, Stream stream) {
 }  // namespace
 
 void launch_digits(const GemmParams& p, Stream stream) {
-  check(p.M <= gemm_config::kDigitsRows, "linear: the digits kernel takes at most ",
-        gemm_config::kDigitsRows, " rows, got ", p.M);
+  check(p.M <= gemm_config::kStripsRows, "linear: the digits kernel takes at most ",
+        gemm_config::kStripsRows, " rows, got ", p.M);
   if (p.dtype == DType::kFloat16) return launch_spans<__half>(p, stream);
   launch_spans<__nv_bfloat16>(p, stream);
 }

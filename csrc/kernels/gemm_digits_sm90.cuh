@@ -9,7 +9,7 @@
 #include "kernels/gemm_strip_sums.cuh"
 
 /// What a warp of the digits kernel does: where things lie in shared memory, how they come there,
-/// and how 16 weight rows meet up to sixteen rows of x.
+/// and how 16 weight rows meet up to eight rows of x.
 namespace ridgeline::gemm_digits {
 
 using namespace gemm_strips;

@@ -17,7 +17,7 @@ using namespace gemm_detail;
 
 constexpr int kWarps = 8;  // that stage x and multiply, ...
 constexpr int kThreads = kWarps * 32;
-constexpr int kMostFinishers = 4;  // ... and, at most, that add up
+constexpr int kMostFinishers = 2;  // ... and, at most, that add up
 constexpr int kSumBuffers = 2;     // strips whose sums are kept
 
 /// The strips of a block; of gated outputs a gate strip and its up strip come by turns.
@@ -74,7 +74,7 @@ inline int strip_items(const GemmParams& p) {
 
 /// rmsnorm folded into the product: x meets the norm's weight on its way to shared memory, leaves
 /// the sums of its squares there, and their root divides the outputs.
-constexpr int kMostRows = gemm_config::kDigitsRows;
+constexpr int kMostRows = gemm_config::kStripsRows;
 
 struct Squares {
   float of[kMostRows][kWarps];  // row of x, warp that staged
@@ -138,7 +138,7 @@ __device__ __forceinline__ void prefetch_norm(const GemmParams& p) {
 
 /// Warps that add up the sums of a strip: 64 outputs each, or 32 of so few rows that they are all.
 inline int finishers_of(const GemmParams& p) {
-  return p.M <= 2 ? 1 : p.M <= kMostRows / 2 ? 2 : kMostFinishers;
+  return p.M <= 2 ? 1 : kMostFinishers;
 }
 
 /// Sums of a strip in shared memory: [strip % kSumBuffers][warp][row of x][weight row]. Warps of

@@ -22,7 +22,7 @@ using namespace gemm_strips;
 /// in float32.
 /// Roofline: the weight's bytes, once; x comes from L2, once a block.
 template <class T, class E, WeightFormat kFormat, bool kFp8X>
-__global__ void __launch_bounds__(kThreads + 2 * 32, 2)
+__global__ void __launch_bounds__(kThreads + kMostFinishers * 32, 2)
     strips_sm90_kernel(const __grid_constant__ StripsParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool kFp8 = kFormat == WeightFormat::kFp8;
