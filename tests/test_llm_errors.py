@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 import tiny_model
 from ridgeline import LLM, SamplingParams
-from ridgeline._fair_lock import FairLock
+from ridgeline._C import FairLock
 from ridgeline.core import Core
 from ridgeline.request import Request, Sequence
 from tiny_model import one_thread  # noqa: F401
@@ -379,12 +380,36 @@ def test_who_waits_for_the_lock_comes_before_who_releases_it():
         thread = threading.Thread(target=wait)
         with lock, lock:
             thread.start()
-            while not lock._turn.locked():
+            while not lock.waiting:
                 time.sleep(0)
         with lock:
             order.append("released")
         thread.join()
         assert order == ["waited", "released"]
+
+
+def test_an_interrupt_while_a_lock_is_awaited_gives_the_place_up():
+    lock, free = FairLock(), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            while not lock.waiting:
+                time.sleep(0)
+            signal.raise_signal(signal.SIGINT)
+            assert free.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            with lock:
+                pass  # until the other thread has it
+    assert lock.waiting == 0
+    free.set()
+    with lock, lock:
+        thread.join()
+    with pytest.raises(RuntimeError, match="does not hold"):
+        lock.__exit__(None, None, None)
 
 
 def test_a_thread_that_comes_later_is_served_beside_the_first(folder: Path):

@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/fair_lock.h"
 #include "common/check.h"
 #include "engine/batch.h"
 #include "engine/block_manager.h"
@@ -341,4 +342,9 @@ void bind(py::module_ m) {
 PYBIND11_MODULE(_C, m) {
   m.doc() = "The compiled core of ridgeline.";
   ridgeline::engine::bind(m.def_submodule("engine"));
+  py::class_<ridgeline::FairLock>(m, "FairLock")
+      .def(py::init())
+      .def("__enter__", &ridgeline::FairLock::enter)
+      .def("__exit__", [](ridgeline::FairLock& lock, const py::args&) { lock.exit(); })
+      .def_property_readonly("waiting", &ridgeline::FairLock::waiting);
 }

@@ -1,10 +1,18 @@
-"""Types of the core extension module: the engine's classes.
+"""Types of the core extension module: the engine's classes and its lock.
 
 Importing the module also registers the operators ``torch.ops.ridgeline.*``.
 """
 
 from collections.abc import Sequence
 from typing import ClassVar
+
+class FairLock:
+    """Reentrant; who waits comes before who has just released it; no interrupt leaves it held."""
+
+    def __enter__(self) -> None: ...
+    def __exit__(self, *exception: object) -> None: ...
+    @property
+    def waiting(self) -> int: ...
 
 class engine:
     """The submodule ``ridgeline._C.engine``: block manager and scheduler, without tensors.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ridgeline._fair_lock import FairLock
+from ridgeline._C import FairLock
 from ridgeline._prompts import Prompt, chat_prompts, one_each, params_list, prompt_list, tokenize
 from ridgeline._setup import EngineOptions, Parts, build
 from ridgeline.chat import Messages
