@@ -385,13 +385,19 @@ def test_explain_names_the_route() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the routes of Hopper")
 
-    def explained(q_len: int, dim: int = 128, heads: int = 16, **options: Any) -> Any:
+    def explained(
+        q_len: int, dim: int = 128, heads: int = 16, kv: torch.dtype | None = None, **options: Any
+    ) -> Any:
         paged = Paged("cuda", [1024 + q_len] * 2, 64, dim=dim)
         paged.tables[:, :16] = paged.tables[0, :16]
+        caches = paged.k_cache, paged.v_cache
+        if kv is not None:
+            caches = tuple(cache.to(kv) for cache in caches)
+            scale = torch.ones(caches[0].shape[:3], dtype=torch.bfloat16, device="cuda")
+            options |= {"k_scale": scale, "v_scale": scale}
         return ridgeline.explain(
-            "paged_attention", normal("cuda", 2 * q_len, heads, dim), paged.k_cache, paged.v_cache,
-            paged.tables, paged.seq_lens, ints("cuda", [0, q_len, 2 * q_len]), max_q=q_len,
-            **options,
+            "paged_attention", normal("cuda", 2 * q_len, heads, dim), *caches, paged.tables,
+            paged.seq_lens, ints("cuda", [0, q_len, 2 * q_len]), max_q=q_len, **options,
         )  # fmt: skip
 
     def kernels(explanation: Any) -> str:
@@ -404,6 +410,8 @@ def test_explain_names_the_route() -> None:
     assert "join_common" in kernels(shared) and "1024 shared keys" in shared.choices[0]
     for dim in (64, 256):
         assert "decode_sm90" in kernels(explained(1, dim)) and not explained(1, dim).slower
+    for dim, kernel in ((64, "decode_sm90"), (128, "decode_sm90"), (256, "split_kernel")):
+        assert kernel in kernels(explained(1, dim, kv=torch.float8_e4m3fn))
     assert "scale" in explained(100, scale=-1.0).slower[0]
     assert "without a window" in explained(1, shared_blocks=16, window=100).slower[0]
 

@@ -8,7 +8,7 @@ using namespace attention_decode;
 
 template <DType kCache>
 void launch_cache(const AttentionParams& p, Stream stream) {
-  const int columns = config::decode_columns(p.head_dim);
+  const int columns = config::decode_columns(p);
   if (columns == 64) return launch_tiles<Tile<kCache, 64, 1>>(p, stream);
   if (columns == 128) return launch_tiles<Tile<kCache, 128, 1>>(p, stream);
   launch_tiles<Tile<kCache, 256, 1>>(p, stream);
