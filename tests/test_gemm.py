@@ -122,6 +122,7 @@ def products(device: str) -> list[tuple[str, Callable[[Tensor], Tensor], int]]:
     N, K = 160, 1088
     weight = torch.randn(N, K, generator=generator).bfloat16().to(device)
     bias = torch.randn(N, generator=generator).bfloat16().to(device)
+    long = torch.randn(N, 4096, generator=generator).bfloat16().to(device)
     int4 = ops.pack_int4(weight, 64, zero_point=True)
     fp8 = weight.to(torch.float8_e4m3fn)
     int8 = ops.quantize_int8(weight)[0]
@@ -132,6 +133,11 @@ def products(device: str) -> list[tuple[str, Callable[[Tensor], Tensor], int]]:
             "dense gated",
             lambda x: ops.linear(x, weight, activation="silu_mul", batch_invariant=True),
             K,
+        ),
+        (
+            "dense, K cut",
+            lambda x: ops.linear(x, long, bias, residual=x[:, :N], batch_invariant=True),
+            4096,
         ),
         ("dense unaligned", lambda x: ops.linear(x, weight[:, 1:], batch_invariant=True), K - 1),
         ("int4", lambda x: ops.int4_linear(x, int4, bias, batch_invariant=True), K),
@@ -146,7 +152,7 @@ def products(device: str) -> list[tuple[str, Callable[[Tensor], Tensor], int]]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("index", range(7))
+@pytest.mark.parametrize("index", range(8))
 def test_a_row_has_the_same_bits_in_every_batch(index: int, device: str) -> None:
     name, multiply, K = products(device)[index]
     x = torch.randn(300, K, generator=torch.Generator().manual_seed(6)).bfloat16().to(device)
@@ -230,7 +236,7 @@ def plan(
         (9, {"hopper": True, "format": "int8"}, "cluster"),
         (65, {"hopper": True, "format": "int8"}, "fp8"),
         (65, {"hopper": True, "format": "int8", "invariant": True}, "tile"),
-        (1, {"hopper": True, "invariant": True}, "grouped"),
+        (1, {"hopper": True, "invariant": True}, "cluster"),
         (300, {"hopper": True, "invariant": True}, "grouped"),
         (1, {"hopper": True, "invariant": True, "activation": "gelu"}, "stream"),
         (1, {"hopper": True, "dtype": "float32"}, "library"),
@@ -283,6 +289,17 @@ def test_segments_of_k_depend_on_the_weight_alone(format: str, N: int, K: int) -
     assert len(counts) == 1
 
 
+@pytest.mark.parametrize(
+    ("N", "K", "segments"), [(4096, 4096, 3), (6144, 4096, 2), (4096, 14336, 3), (28672, 4096, 1)]
+)
+def test_segments_of_batch_invariant_products(N: int, K: int, segments: int) -> None:
+    """The same in both kernels, neither of which may then take stages by turns."""
+    for M, path in ((1, "cluster"), (64, "cluster"), (300, "grouped")):
+        chosen = plan(M, N, K, hopper=True, invariant=True)
+        assert (chosen["path"], int(chosen["segments"])) == (path, segments)
+        assert int(chosen["tile_cols"]) > 64
+
+
 def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
     assert plan(1, 4096, 28672, hopper=True)["path"] == "strips"
     assert plan(8, 4096, 28672, hopper=True, format="fp8")["path"] == "cluster"
@@ -294,14 +311,14 @@ def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
         (4096, 4096, "fp8_fp8", (64, 2)),
         (4096, 14336, "fp8_fp8", (64, 2)),
         (6144, 4096, "fp8_fp8", (64, 1)),
-        (28672, 4096, "fp8_fp8", (128, 1)),
-        (4096, 14336, "int4", (128, 6)),
-        (6144, 4096, "int4", (64, 2)),
-        (28672, 4096, "int4", (128, 1)),
+        (28672, 4096, "fp8_fp8", (112, 1)),
+        (4096, 14336, "int4", (112, 6)),
+        (6144, 4096, "int4", (112, 2)),
+        (28672, 4096, "int4", (112, 1)),
         (1024, 512, "fp8_fp8", (64, 1)),
         (4096, 4096, "int4", (64, 2)),
         (8192, 8192, "int4", (128, 2)),
-        (8192, 8192, "fp8", (128, 3)),
+        (8192, 8192, "fp8", (128, 2)),
     ],
 )
 def test_a_cluster_fills_the_machine(N: int, K: int, format: str, tile: tuple[int, int]) -> None:

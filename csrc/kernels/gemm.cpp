@@ -102,7 +102,8 @@ bool must_prepare(const GemmParams& p, const Config& config) {
   if ((p.x.norm_weight && !folds_norm(p, config)) || p.x.perm || !as_is) return true;
   if (config.path == Path::kSimple) return false;
   if (config.path == Path::kLibrary) return !rows_are_apart(p.M, p.x.stride_row, p.K);
-  if (config.path == Path::kGrouped && !strides_are_mappable(p)) return true;
+  const bool maps = config.path == Path::kCluster || config.path == Path::kGrouped;
+  if (maps && !strides_are_mappable(p)) return true;
   const auto element = static_cast<std::int64_t>(size_of(p.x.dtype));
   const std::int64_t stride = p.M > 1 ? p.x.stride_row : 0;
   return !is_aligned(p.x.data, stride * element) || p.K * element % kVectorBytes != 0;
@@ -235,7 +236,8 @@ void gemm(const GemmParams& params, Stream stream) {
     case Path::kSimple:
       return multiply_simply(p, plan, workspace, stream);
     case Path::kGrouped:
-      return grouped_gemm({.gemm = p, .experts = 1, .x_rows = p.M}, stream);
+      return grouped_gemm(
+          {.gemm = p, .experts = 1, .x_rows = p.M, .segments = plan.config.segments}, stream);
     case Path::kLibrary:
       if (!multiply_by_library(p, plan, workspace, stream))
         multiply_simply(p, plan, workspace, stream);

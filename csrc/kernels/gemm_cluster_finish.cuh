@@ -20,6 +20,7 @@ struct Finish {
   float* sums;       // [turn][row of x][weight row of the tile], pitch() apart
   float4* received;  // [other block][own row of x][kEach columns]
   int first;         // column of the tile
+  int row0, rows;    // of x
   int rank = blockIdx.x, blocks = gridDim.x;  // of the cluster
 
   __device__ int columns() const { return params.row_groups * kGroupRows; }
@@ -29,11 +30,11 @@ struct Finish {
   /// Scales of the rows of x, and scale and bias of the tile's weight rows, one a thread.
   __device__ void bring_factors(int up_first) const {
     const GemmParams& p = params.gemm;
-    if (threadIdx.x < p.M)
+    if (threadIdx.x < rows)
       fixed.x_scale[threadIdx.x] =
-          p.x.scale ? p.x.scale[p.x.scale_per_row ? threadIdx.x : 0] : 1.0f;
+          p.x.scale ? p.x.scale[p.x.scale_per_row ? row0 + threadIdx.x : 0] : 1.0f;
     const int column = threadIdx.x, up = column - params.box_rows;
-    if (column >= columns()) return;
+    if (column >= params.tile_rows) return;
     const int n = params.paired && up >= 0 ? up_first + up : first + column;
     Operands operands;
     if (n < p.N) load_of_column<T>(operands, p, n);
@@ -70,7 +71,7 @@ struct Finish {
 
   /// The sums of rows that other blocks finish, to those.
   __device__ void send() const {
-    const int rows = static_cast<int>(params.gemm.M), per_row = columns() / kEach;
+    const int per_row = columns() / kEach;
     const int column = threadIdx.x % per_row * kEach;
 #pragma unroll 1
     for (int s = 1; s < blocks; ++s) {
@@ -120,11 +121,11 @@ struct Finish {
     const int out_cols = p.out_cols(), per_row = params.box_rows / kEach;
     const int column = threadIdx.x % per_row * kEach, n = first + column;
     const int begin = rank * params.rows_each, step = kConsumerThreads / per_row;
-    const int end = min(begin + params.rows_each, static_cast<int>(p.M));
-    if (n >= out_cols) return;
+    const int end = min(begin + params.rows_each, rows);
+    if (n >= out_cols || threadIdx.x / per_row >= step) return;
     const Factors by = factors_of(column);
     int m = begin + threadIdx.x / per_row;
-    T* y = static_cast<T*>(p.y) + static_cast<std::int64_t>(m) * out_cols + n;
+    T* y = static_cast<T*>(p.y) + static_cast<std::int64_t>(row0 + m) * out_cols + n;
     if (params.plain) {
 #pragma unroll 2
       for (; m < end; m += step, y += static_cast<std::int64_t>(step) * out_cols) {
@@ -147,7 +148,7 @@ struct Finish {
         values = {__fmul_rn(values.x, more.x), __fmul_rn(values.y, more.y),
                   __fmul_rn(values.z, more.z), __fmul_rn(values.w, more.w)};
       }
-      store_four(values, y, m, n, out_cols - n);
+      store_four(values, y, row0 + m, n, out_cols - n);
     }
   }
 

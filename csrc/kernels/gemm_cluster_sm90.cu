@@ -19,13 +19,14 @@ using namespace gemm_cluster;
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// Grid: (segments of K, tiles of 64 or 128 weight rows); the segments of a tile are a cluster. Two
-/// warps request stages of 64 or 128 columns of the tile and of all rows of x; two warpgroups
-/// multiply 64 weight rows by 32 or 64 rows of x: those of a tile of 128 rows have half of it each,
-/// those of 64 rows take stages by turns. The weight is wgmma's operand of 64 rows: 16-bit floats,
-/// and fp8 with an fp8 x, from shared memory, the others expanded into registers. At the end each
-/// block adds up, in order, some rows of x, of which its neighbours send it their sums. Sums in
-/// float32; of fp8 by fp8, of which the tensor cores keep 14 bits, every 128 columns anew.
+/// Grid: (segments of K, tiles of 64, 112 or 128 weight rows by kTokens rows of x, the row tiles
+/// side by side); the segments of a tile are a cluster. Two warps request stages of 64 or 128
+/// columns of the tile and of its rows of x; two warpgroups multiply 64 weight rows by 32 or 64
+/// rows of x: of a longer tile the second has the rows from 64 on, those of 64 rows take stages by
+/// turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an fp8 x, from
+/// shared memory, the others expanded into registers. At the end each block adds up, in order, some
+/// rows of x, of which its neighbours send it their sums. Sums in float32; of fp8 by fp8, of which
+/// the tensor cores keep 14 bits, every 128 columns anew.
 /// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
 template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
 __global__ void __launch_bounds__(kThreads, 2)
@@ -33,23 +34,25 @@ __global__ void __launch_bounds__(kThreads, 2)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Layout = StageLayout<kFormat, kFp8X, kTokens>;
   extern __shared__ __align__(1024) char memory[];
-  Fixed& fixed = *reinterpret_cast<Fixed*>(memory);
-  char* ring = memory + kFixedBytes;
-  char* received = ring + params.stages * Layout::bytes(params.row_groups);
+  // At the end, where a short tile's last operand may reach over the last stage.
+  Fixed& fixed = *reinterpret_cast<Fixed*>(memory + params.shared_bytes - kFixedBytes);
+  char* ring = memory;
+  char* received = ring + params.stages * params.stage_bytes;
   const GemmParams& p = params.gemm;
   const int warp = device::warp_index(), lane = threadIdx.x % 32;
   const int segment = blockIdx.x, segments = gridDim.x;
-  const int first = blockIdx.y * params.box_rows;  // column of the product
+  const int row_tiles = ceil_div(static_cast<int>(p.M), kTokens);
+  const int row0 = blockIdx.y % row_tiles * kTokens;
+  const int m = min(kTokens, static_cast<int>(p.M) - row0);  // rows of x
+  const int first = blockIdx.y / row_tiles * params.box_rows;  // column of the product
   const int up_first = params.paired ? first + p.N / 2 : first;
-  const int each = params.steps / segments, more = params.steps % segments;
-  const int begin = segment * each + min(segment, more), count = each + (segment < more);
+  const auto [begin, count] = gemm_config::stages_of(params.steps, segments, segment);
 
   if (threadIdx.x < kMaxStages) {
     ptx::mbarrier_init(&fixed.full[threadIdx.x], 2);
     ptx::mbarrier_init(&fixed.empty[threadIdx.x], 4 * params.row_groups);
     if (threadIdx.x == 0) {
-      const int rows = max(0, min(params.rows_each,
-                                  static_cast<int>(p.M) - segment * params.rows_each));
+      const int rows = max(0, min(params.rows_each, m - segment * params.rows_each));
       ptx::mbarrier_init(&fixed.received, 1);
       ptx::mbarrier_expect(&fixed.received, rows * (segments - 1) * params.row_groups *
                                                 kGroupRows * static_cast<int>(sizeof(float)));
@@ -62,7 +65,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();  // the barriers are made
   if (segments > 1) ptx::cluster_arrive_relaxed();
-  const Producer<Layout> producer{params, fixed, ring, begin, count, first, up_first};
+  const Producer<Layout> producer{params, fixed, ring, begin, count, first, up_first, row0};
   if (warp == kConsumers) {
     if (lane == 0) producer.run_weight();
   } else if (warp == kConsumers + 1) {
@@ -72,12 +75,15 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int groups = params.row_groups, turn = groups == 1 ? warp / 4 : 0;
     const int unit = groups == 1 ? 0 : warp / 4;
     Finish<T> finish{params, fixed, reinterpret_cast<float*>(ring),
-                     reinterpret_cast<float4*>(received), first};
+                     reinterpret_cast<float4*>(received), first, row0, m};
     finish.bring_factors(up_first);
-    const int in_tile = unit * kGroupRows + warp % 4 * kStripRows, rows = params.box_rows;
+    const int in_tile = unit * kGroupRows + warp % 4 * kStripRows;
+    const auto row_of = [&](int i) {
+      return params.paired && i >= params.box_rows ? up_first + i - params.box_rows : first + i;
+    };
     Consumer<T, E, kFormat, kFp8X, kTokens> consumer{
         params, unit, warp % 4, lane,
-        in_tile < rows ? first + in_tile : up_first + in_tile - rows};
+        {row_of(in_tile), row_of(in_tile + 8)}};
     consumer.run(fixed, ring, begin, count, turn, groups == 1 ? 2 : 1);
     ptx::named_barrier_sync(1, kConsumerThreads);  // every consumer has read its last stage
     finish.keep(consumer.sums, turn, in_tile);
@@ -99,20 +105,31 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   using Layout = StageLayout<kFormat, kFp8X, kTokens>;
   constexpr int kCols = Layout::kCols;
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  const int segments = config.segments, rows = static_cast<int>(p.M);
+  const int segments = config.segments;
+  const int rows = static_cast<int>(std::min<std::int64_t>(p.M, kTokens));
   ClusterParams params{.gemm = p};
   params.paired = is_gated(p.activation);
-  params.row_groups = config.tile_cols / kGroupRows;
+  params.tile_rows = config.tile_cols;
+  params.row_groups = ceil_div(config.tile_cols, kGroupRows);
+  params.x_box = round_up(rows, 8) * kRowBytes;
+  params.stage_bytes = Layout::bytes(round_up(rows, 8), params.tile_rows, params.row_groups);
   params.box_rows = config.tile_cols / (params.paired ? 2 : 1);
   params.steps = ceil_div(p.K, kCols);
+  const int tiles = ceil_div(p.out_cols(), params.box_rows) *
+                    static_cast<int>(ceil_div<std::int64_t>(p.M, kTokens));
+  // A dense weight's blocks that have an SM each take all of its memory for their rings. H200, 64
+  // rows, us: 4096 x 4096 12.3 and 11.4, 14336 x 4096 33.6 and 30.9; but fp8 by fp8 7.3 and 8.0.
+  const bool alone = kFormat == WeightFormat::kDense &&
+                     tiles * segments <= gemm_config::kClusters[0];
+  params.shared_bytes = gemm_config::kShareOfSm * (alone ? 2 : 1);
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
   params.plain = p.activation == Activation::kNone && !p.residual && p.out_cols() % kEach == 0 &&
                  reinterpret_cast<std::uintptr_t>(p.y) % (kEach * sizeof(T)) == 0;
-  const int received = (segments - 1) * params.rows_each * config.tile_cols *
+  const int received = (segments - 1) * params.rows_each * params.row_groups * kGroupRows *
                        static_cast<int>(sizeof(float));
-  const int stages = std::min(kMaxStages, (gemm_config::kShareOfSm - kFixedBytes - received) /
-                                              Layout::bytes(params.row_groups));
+  const int stages = std::min(kMaxStages, (params.shared_bytes - kFixedBytes - received) /
+                                              params.stage_bytes);
   // By turns, a stage is always the same warpgroup's: it waits for each of its phases.
   params.stages = params.row_groups == 1 ? stages / 2 * 2 : stages;
   check(stages >= (params.row_groups == 1 ? 4 : 2), "linear: a ring of ", stages, " stages");
@@ -122,7 +139,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                  .rows = p.M,
                                  .cols = p.K,
                                  .stride = p.x.stride_row},
-                                kTokens, kRowBytes / kXBytes, true);
+                                round_up(rows, 8), kRowBytes / kXBytes, true);
   if constexpr (kFormat == WeightFormat::kInt4) {
     const int group = p.weight.group, words = ceil_div(p.K, Int4Layout::kCols) * Int4Layout::kWords;
     params.stage_groups = group % kCols == 0 || group >= p.K ? 1
@@ -155,11 +172,10 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                         .stride = p.weight.stride_row},
                                        params.box_rows, kRowBytes / kBytes, true, kPromotion);
   }
-  const int tiles = ceil_div(p.out_cols(), params.box_rows);
   check(tiles <= 65535, "linear: weight rows must be at most ", 65535 * params.box_rows, ", got ",
         p.N);
   device::launch_chained<cluster_sm90_kernel<T, E, kFormat, kFp8X, kTokens>>(
-      dim3(segments, tiles), dim3(kThreads), gemm_config::kShareOfSm, stream, params,
+      dim3(segments, tiles), dim3(kThreads), params.shared_bytes, stream, params,
       "linear: cluster", segments);
 }
 
@@ -189,8 +205,6 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
 }  // namespace
 
 void launch_cluster(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
-  check(p.M <= gemm_config::kFewRows, "linear: the cluster kernel takes at most ",
-        gemm_config::kFewRows, " rows, got ", p.M);
   if (p.dtype == DType::kFloat16) return launch_rows<__half>(p, config, stream);
   launch_rows<__nv_bfloat16>(p, config, stream);
 }

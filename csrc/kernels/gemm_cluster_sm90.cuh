@@ -26,7 +26,10 @@ struct ClusterParams {
   GemmParams gemm;
   std::int32_t paired;        // the second half of a tile has the up rows of the first's
   std::int32_t row_groups;    // 2: the warpgroups share out a tile's rows; 1: they take turns in K
-  std::int32_t box_rows;      // of the weight, in one request: a tile, or half of one if paired
+  std::int32_t tile_rows;     // of the weight: up to 64 a row group
+  std::int32_t box_rows;      // of those, in one request: all, or half of them if paired
+  std::int32_t x_box;         // bytes of a request of x: its rows, eight by eight
+  std::int32_t stage_bytes, shared_bytes;
   std::int32_t steps;         // stages that K makes
   std::int32_t stages;        // that the ring has
   std::int32_t stage_groups;  // of int4: groups that a stage may touch
@@ -45,22 +48,25 @@ struct StageLayout {
   static constexpr bool kWide = kFormat == WeightFormat::kDense || kFormat == WeightFormat::kInt8;
   static constexpr int kCols = kWide ? 64 : 128;
   static constexpr int kXBoxes = kFp8X ? 1 : kCols / 64;
-  static constexpr int kXBox = kTokens * kRowBytes, kXBytes = kXBoxes * kXBox;
   static constexpr int kWeightBytes = kGroupRows * (kInt4 ? 64 : kRowBytes);  // of a warpgroup
   static constexpr int kScaleBytes = kInt4 ? kMaxGroups * kGroupRows * 2 : 0;
   static constexpr int kZeroBytes = kScaleBytes / 2;
-  static constexpr int bytes(int row_groups) {
-    return kXBytes + round_up(row_groups * (kWeightBytes + kScaleBytes + kZeroBytes), 1024);
+  static constexpr int kRowOfWeight = kWeightBytes / kGroupRows;
+  static constexpr int bytes(int x_rows, int tile_rows, int row_groups) {
+    return kXBoxes * x_rows * kRowBytes +
+           round_up(tile_rows * kRowOfWeight + row_groups * (kScaleBytes + kZeroBytes), 1024);
   }
-  /// Parts of a stage by box: the second, if there is one, starts in the middle of its part.
-  __device__ static int weight_at(int box, int row_groups) {
-    return kXBytes + row_groups * (box * kWeightBytes / 2);
+  /// Parts of a stage by box. Those of scales: the second starts in the middle of its part.
+  __device__ static int weight_at(int box, const ClusterParams& params) {
+    return kXBoxes * params.x_box + box * params.box_rows * kRowOfWeight;
   }
-  __device__ static int scales_at(int box, int row_groups) {
-    return kXBytes + row_groups * (kWeightBytes + box * kScaleBytes / 2);
+  __device__ static int scales_at(int box, const ClusterParams& params) {
+    return kXBoxes * params.x_box + params.tile_rows * kRowOfWeight +
+           params.row_groups * box * (kScaleBytes / 2);
   }
-  __device__ static int zeros_at(int box, int row_groups) {
-    return kXBytes + row_groups * (kWeightBytes + kScaleBytes + box * kZeroBytes / 2);
+  __device__ static int zeros_at(int box, const ClusterParams& params) {
+    return kXBoxes * params.x_box + params.tile_rows * kRowOfWeight +
+           params.row_groups * (kScaleBytes + box * (kZeroBytes / 2));
   }
 };
 
@@ -96,6 +102,7 @@ struct Producer {
   char* ring;
   int begin, count;     // of the steps of K
   int first, up_first;  // row of the tile, and of its second half if paired
+  int row0;             // of x
   std::uint64_t policy = ptx::evict_first();
 
   struct Step {
@@ -105,7 +112,7 @@ struct Producer {
   };
 
   __device__ Step step_at(const RingPlace& place, int i) const {
-    return {ring + place.stage * Layout::bytes(params.row_groups), &fixed.full[place.stage],
+    return {ring + place.stage * params.stage_bytes, &fixed.full[place.stage],
             (begin + i) * Layout::kCols};
   }
 
@@ -122,11 +129,11 @@ struct Producer {
   }
 
   __device__ void request_weight(const Step& step) const {
-    ptx::mbarrier_expect(step.full, params.row_groups * Layout::kWeightBytes);
+    ptx::mbarrier_expect(step.full, params.tile_rows * Layout::kRowOfWeight);
 #pragma unroll 1
     for (int box = 0; box < (params.paired ? 2 : 1); ++box) {
       const int row = box == 0 ? first : up_first;
-      char* to = step.stage + Layout::weight_at(box, params.row_groups);
+      char* to = step.stage + Layout::weight_at(box, params);
       if constexpr (Layout::kInt4) {
         ptx::copy_matrix(to, &params.weight, step.full,
                          step.k0 / Int4Layout::kCols * Int4Layout::kWords, row / kStripRows,
@@ -140,20 +147,20 @@ struct Producer {
   /// Scales and zero points of int4. Announces x, too.
   __device__ void request_scales(const Step& step) const {
     const GemmParams& p = params.gemm;
-    const int groups = params.row_groups;
     if constexpr (!Layout::kInt4) {
-      ptx::mbarrier_expect(step.full, Layout::kXBytes);
+      ptx::mbarrier_expect(step.full, Layout::kXBoxes * params.x_box);
     } else {
-      ptx::mbarrier_expect(step.full, Layout::kXBytes + groups * kGroupRows * params.stage_groups *
-                                                            (p.weight.zeros ? 3 : 2));
+      ptx::mbarrier_expect(step.full,
+                           Layout::kXBoxes * params.x_box +
+                               params.tile_rows * params.stage_groups * (p.weight.zeros ? 3 : 2));
       const int group = step.k0 / p.weight.group;
 #pragma unroll 1
       for (int box = 0; box < (params.paired ? 2 : 1); ++box) {
         const int row = box == 0 ? first : up_first;
-        ptx::copy_matrix(step.stage + Layout::scales_at(box, groups), &params.scales, step.full,
+        ptx::copy_matrix(step.stage + Layout::scales_at(box, params), &params.scales, step.full,
                          row, group, policy);
         if (p.weight.zeros)
-          ptx::copy_matrix(step.stage + Layout::zeros_at(box, groups), &params.zeros, step.full,
+          ptx::copy_matrix(step.stage + Layout::zeros_at(box, params), &params.zeros, step.full,
                            row, group, policy);
       }
     }
@@ -162,8 +169,8 @@ struct Producer {
   __device__ void request_x(const Step& step) const {
 #pragma unroll
     for (int box = 0; box < Layout::kXBoxes; ++box)
-      ptx::copy_matrix(step.stage + box * Layout::kXBox, &params.x, step.full, step.k0 + box * 64,
-                       0);
+      ptx::copy_matrix(step.stage + box * params.x_box, &params.x, step.full, step.k0 + box * 64,
+                       row0);
   }
 
   __device__ void run_weight() const {

@@ -133,33 +133,54 @@ constexpr std::int32_t kClusters[kMaxSegments] = {132, 66, 39, 30, 22, 17, 15, 1
 /// The same of blocks that share an SM by two.
 constexpr std::int32_t kSmallClusters[kMaxSegments] = {264, 132, 79, 62, 47, 39, 32, 30};
 
-/// Tile and segments of K of the cluster kernel. Tiles of 64 rows where one block of them an SM can
-/// do: of what expands nothing up to 132 (96 of more than 32 rows of x, which every tile reads), in
-/// clusters as large as let all run so; of what expands, short ones of up to 96. Else tiles of 128
-/// rows, by two an SM, whose warps expansion needs, or by one where int4 leaves few SMs idle so.
-/// Clusters of up to six blocks, since of seven 32 do not always run at once, and 640 columns a
-/// block at least. H200, 16 and 64 rows, us, 64 rows in two segments and 128 in six: fp8 by fp8
-/// 4096 x 4096 6.4, 7.3 and 8.1, 9.6; int4 8.2, 10.8 and 9.2, 11.4, but 14336 x 4096 21.7, 28.2 and
-/// 19.8, 24.1; 8192 x 8192, 128 rows, in two and three: int4 17.9, 21.4 and 21.6, 26.4.
+/// Blocks of the cluster kernel that an SM has at once, or in turn, where each of `tiles` is a
+/// cluster of `segments`.
+constexpr std::int32_t blocks_per_sm(std::int32_t tiles, std::int32_t segments) {
+  if (tiles <= kClusters[segments - 1]) return 1;
+  return std::max(2, ceil_div(2 * tiles, kSmallClusters[segments - 1]));
+}
+
+/// Tile and segments of K of the cluster kernel: those whose fullest SM has the least to do. A
+/// stage of 128 columns costs a block the rows of its tile and as much as 40 more, a further
+/// segment half a stage, or six where stages are as fast as fp8 by fp8; a block that expands alone
+/// on its SM hides less. Of 56 cases on an H200 (int4, fp8 by fp8, bf16, 16 to 64 rows, eight
+/// shapes) the choice is 1% from the best on average, 10% at most. Clusters of up to six blocks,
+/// since of seven 32 do not always run at once, and 640 columns a block at least. The warpgroups of
+/// a tile of 64 rows take stages by turns, an order of K of their own: not where bits may not
+/// depend on M.
 constexpr void cut_for_cluster(const Shape& shape, Config& config) {
-  constexpr std::int32_t kColumns = 640, kMost = 6, kLong = 8192, kFull = 120;
+  constexpr std::int32_t kColumns = 640, kMost = 6;
   const bool int4 = shape.format == WeightFormat::kInt4;
-  const bool expands = int4 || (shape.format != WeightFormat::kDense && !shape.byte_x);
-  const std::int32_t few = expands || shape.M > kFewRows / 2 ? 96 : kClusters[0];
-  const bool small = ceil_div(shape.N, kGroupRows) <= few && !(expands && shape.K > kLong);
-  config.tile_cols = small ? kGroupRows : 2 * kGroupRows;
-  const std::int32_t tiles = ceil_div(shape.N, config.tile_cols);
-  const auto segments_in = [&](const std::int32_t (&clusters)[kMaxSegments]) {
-    std::int32_t segments = 1;
-    while (segments < kMost && tiles <= clusters[segments] &&
-           (segments + 1) * kColumns <= shape.K)
-      ++segments;
-    return segments;
-  };
-  config.segments = segments_in(kClusters);
-  if (small ? !expands : int4 && tiles * config.segments >= kFull) return;
-  config.segments = small ? std::max(config.segments, std::min(2, segments_in(kSmallClusters)))
-                          : segments_in(kSmallClusters);
+  const bool dense = shape.format == WeightFormat::kDense, gated = is_gated(shape.activation);
+  const std::int32_t stages = ceil_div(shape.K, 2 * kBlockCols);
+  const double further = shape.byte_x ? 6.0 : 0.5;
+  double best = 0.0;
+  for (const std::int32_t rows : {kGroupRows, 2 * kGroupRows - kStripRows, 2 * kGroupRows}) {
+    const std::int32_t box = gated ? rows / 2 : rows;
+    if (int4 && box % kStripRows != 0) continue;
+    if (shape.batch_invariant && rows == kGroupRows) continue;
+    const std::int32_t tiles = ceil_div(gated ? shape.N / 2 : shape.N, box);
+    for (std::int32_t segments = 1; segments <= kMost; ++segments) {
+      const std::int32_t blocks = blocks_per_sm(tiles, segments);
+      if (segments > 1 && (blocks > 2 || segments * kColumns > shape.K)) break;
+      const double alone = blocks == 1 && !dense && !shape.byte_x ? 1.15 : 1.0;
+      const double time =
+          alone * blocks * (rows + 40) * (ceil_div(stages, segments) + further * (segments - 1));
+      if (best != 0.0 && time >= best) continue;
+      best = time;
+      config.tile_cols = rows;
+      config.segments = segments;
+    }
+  }
+}
+
+/// The stages of K of segment `index`, of `segments` that share out `steps`.
+struct Stages {
+  std::int32_t begin, count;
+};
+constexpr Stages stages_of(std::int32_t steps, std::int32_t segments, std::int32_t index) {
+  const std::int32_t begin = steps * index / segments;
+  return {begin, steps * (index + 1) / segments - begin};
 }
 
 /// A tile of Hopper's kernels for many rows and what it takes, in microseconds on an H200: `step`
@@ -218,13 +239,20 @@ constexpr bool cluster_beats_library(const Shape& shape) {
   return shape.M <= 32 && elements >= 4096 * 4096 && elements <= 6144 * 4096;
 }
 
-/// Where bits may not depend on M: the experts' kernel has one order of K for every number of rows.
+/// Where bits may not depend on M: the cluster kernel and the experts' add the same products in the
+/// same order, segments of K and then their sums.
 constexpr bool is_for_grouped(const Shape& shape) {
   const bool fused = shape.activation == Activation::kNone ||
                      (shape.activation == Activation::kSiluMul && !shape.has_residual);
   return shape.sm90a && shape.batch_invariant && shape.format == WeightFormat::kDense &&
          shape.dtype != DType::kFloat32 && fused && shape.weight_aligned && shape.K > 0 &&
          shape.N % kStripRows == 0;
+}
+
+/// Where the former is faster. H200, us: 4096 x 4096 by 128 and 256 rows 18.0 and 32.4, the latter
+/// 34.4 and 34.8; by 512 61.9 and 35.4. Of 4096 x 28672, whose K is not cut, by 128 rows 81 and 80.
+constexpr bool is_for_few(std::int64_t rows, std::int32_t segments) {
+  return rows <= (segments > 1 ? 4 : 2) * kFewRows;
 }
 
 constexpr Path path_of(const Shape& shape) {
@@ -257,7 +285,10 @@ constexpr Config choose(const Shape& shape) {
     config.segments = segments_of(shape);
     config.fused = can_fuse(shape);
   }
-  if (config.path == Path::kCluster) cut_for_cluster(shape, config);
+  if (config.path == Path::kCluster || config.path == Path::kGrouped)
+    cut_for_cluster(shape, config);
+  if (config.path == Path::kGrouped && is_for_few(shape.M, config.segments))
+    config.path = Path::kCluster;
   const bool tiles = config.path == Path::kExpand || config.path == Path::kExpandToFp8;
   if (tiles || config.path == Path::kFp8) cut_for_tiles(shape, config);
   if (config.path == Path::kTile) {

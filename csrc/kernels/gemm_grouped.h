@@ -19,6 +19,8 @@ struct GroupedGemmParams {
                                           // one expert, which has all rows
   const std::int32_t* rows = nullptr;     // [S]: the row of x that row s is made of; or null: s
   std::int64_t x_rows = 0;
+  std::int32_t segments = 1;              // of K, of a single dense weight: each is summed by
+                                          // itself, then their sums, in order
 };
 
 /// Bytes that grouped_gemm() needs on the current device: for rows of x in the order of y, or of

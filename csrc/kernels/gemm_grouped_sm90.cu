@@ -184,9 +184,9 @@ constexpr std::int64_t kRowsInOrder = 128;
 
 template <class T, class X, WeightFormat kFormat>
 void launch_x(const GroupedGemmParams& params, Stream stream) {
-  // Of a single weight tiles of 64 rows are few: narrow ones read it again, from L2.
-  const std::int64_t few = params.offsets ? kFewRows : 64;
-  if (mean_rows(params) <= few)
+  if constexpr (kFormat == WeightFormat::kDense)
+    if (params.segments > 1) return launch_tiles<Tile<T, X, kFormat, 2, 128>>(params, stream);
+  if (mean_rows(params) <= kFewRows)
     return launch_tiles<Tile<T, X, kFormat, 1, 32>>(params, stream);
   launch_tiles<Tile<T, X, kFormat, 2, sizeof(X) == 1 ? 192 : 256>>(params, stream);
 }

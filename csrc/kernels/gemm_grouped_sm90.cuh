@@ -39,6 +39,8 @@ struct Tile {
   static constexpr int kTeam = kProducers / kTurns;  // threads that bring a stage
   static constexpr int kThreads = kMultipliers + kProducers;
   static constexpr int kBlocksPerSm = kConsumers == 1 ? 2 : 1;
+  // Twice the sums are kept: of a segment of K, and of those before it.
+  static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == 128;
   static constexpr int kWeightBytes = kCols * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
   static constexpr int kStageBytes =
       kRows * kRowBytes + kWeightBytes + (kInt4 ? 2 * (2 * kCols + round_up(kCols, 128)) : 16);

@@ -110,11 +110,12 @@ __device__ __forceinline__ void multiply(float (&sums)[kPieces][kEights][4], std
   }
 }
 
-/// Stage by stage: while the products of one are summed, the weights of the next are expanded.
+/// `steps` stages, one by one: while the products of one are summed, the weights of the next are
+/// expanded.
 template <class Tile, int kN>
 __device__ __forceinline__ void multiply_stages(const Launch& launch, Shared<Tile>& shared,
                                                 Ring<Tile::kStages>& ring, Sums<Tile>& sums,
-                                                const Consumer& me) {
+                                                const Consumer& me, int steps) {
   using T = typename Tile::T;
   const auto release = [&](int stage) {
     if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
@@ -151,11 +152,11 @@ __device__ __forceinline__ void multiply_stages(const Launch& launch, Shared<Til
   };
   Fragment fragments[2][kSteps];
   int k = 0;
-  for (; k + 2 <= launch.steps; k += 2) {
+  for (; k + 2 <= steps; k += 2) {
     take(fragments[0]);
     take(fragments[1]);
   }
-  if (k < launch.steps) take(fragments[0]);
+  if (k < steps) take(fragments[0]);
   ptx::wgmma_wait<0>();
 #pragma unroll
   for (auto& piece : sums) ptx::hold_registers(piece);
@@ -282,7 +283,39 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
   } else if constexpr (Tile::kExpands && Tile::kRows > kPieceRows) {
     multiply_expanded<Tile, kN>(launch, shared, ring, sums, me);
   } else {
-    multiply_stages<Tile, kN>(launch, shared, ring, sums, me);
+    multiply_stages<Tile, kN>(launch, shared, ring, sums, me, launch.steps);
+  }
+}
+
+template <class Tile>
+__device__ __forceinline__ void clear(Sums<Tile>& sums) {
+#pragma unroll
+  for (auto& piece : sums)
+#pragma unroll
+    for (auto& eight : piece)
+#pragma unroll
+      for (float& sum : eight) sum = 0.0f;
+}
+
+/// Segments of K as the cluster kernel cuts and adds them, so that bits do not depend on which of
+/// the two multiplies.
+template <class Tile>
+__device__ __forceinline__ void multiply_segments(const Launch& launch, Shared<Tile>& shared,
+                                                  Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                                  const Consumer& me) {
+  const int segments = launch.grouped.segments;
+  clear<Tile>(sums);
+#pragma unroll 1
+  for (int s = 0; s < segments; ++s) {
+    Sums<Tile> part;
+    clear<Tile>(part);
+    multiply_stages<Tile, Tile::kRows>(launch, shared, ring, part, me,
+                                       gemm_config::stages_of(launch.steps, segments, s).count);
+#pragma unroll
+    for (int i = 0; i < Tile::kRows / 2; ++i) {
+      const int piece = i / (kPieceRows / 2), at = i % (kPieceRows / 2);
+      sums[piece][at / 4][at % 4] += part[piece][at / 4][at % 4];
+    }
   }
 }
 
@@ -290,15 +323,13 @@ template <class Tile>
 __device__ __forceinline__ void multiply_rows(const Launch& launch, Shared<Tile>& shared,
                                               Ring<Tile::kStages>& ring, Sums<Tile>& sums,
                                               int rows, const Consumer& me) {
-#pragma unroll
-  for (auto& piece : sums)
-#pragma unroll
-    for (auto& eight : piece)
-#pragma unroll
-      for (float& sum : eight) sum = 0.0f;
-  if constexpr (Tile::kRows == 32) {
+  if constexpr (Tile::kSegments) {
+    multiply_segments<Tile>(launch, shared, ring, sums, me);
+  } else if constexpr (Tile::kRows == 32) {
+    clear<Tile>(sums);
     multiply_tile<Tile, 32>(launch, shared, ring, sums, me);
   } else {
+    clear<Tile>(sums);
     switch (ceil_div(rows, kPieceRows)) {
       case 1: multiply_tile<Tile, 64>(launch, shared, ring, sums, me); break;
       case 2: multiply_tile<Tile, 128>(launch, shared, ring, sums, me); break;

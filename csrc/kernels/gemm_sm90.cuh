@@ -71,10 +71,8 @@ struct Work {
 
 /// What block `index` does where the blocks of a cluster share a tile.
 __device__ __forceinline__ Work segment_of(const Tiles& tiles, int segments, int steps, int index) {
-  Work work{.place = place_of(tiles, index / segments), .segment = index % segments};
-  work.first_step = steps * work.segment / segments;
-  work.steps = steps * (work.segment + 1) / segments - work.first_step;
-  return work;
+  const auto stages = gemm_config::stages_of(steps, segments, index % segments);
+  return {place_of(tiles, index / segments), index % segments, stages.begin, stages.count};
 }
 
 /// Calls fn(work) for each tile of this block, or for its segment of one.
