@@ -7,8 +7,8 @@ from ridgeline._debug import debug_checks
 from ridgeline._explain import Explanation, explain
 from ridgeline._info import info
 from ridgeline._optimize import Optimized, optimize_
-from ridgeline._quantize import Quantized, quantize_
-from ridgeline._smooth import Observed, observe, smooth_
+from ridgeline._quantize.modules import Quantized, quantize_
+from ridgeline._quantize.smooth import Observed, observe, smooth_
 from ridgeline._version import __version__
 from ridgeline.llm import LLM
 from ridgeline.outputs import (

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ridgeline._smooth import Observed
+from ridgeline._quantize.smooth import Observed
 from ridgeline.nn.linear import Linear, Linear4bit, LinearFP8, LinearInt8, Product
 
 Maker = Callable[..., Product]

@@ -1,0 +1,1 @@
+"""Quantising: the linear layers of any module tree."""
