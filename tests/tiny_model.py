@@ -82,6 +82,13 @@ def save_tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
+def save_text(path: Path) -> Path:
+    """Some thousand tokens that no two parts of have in common."""
+    numbers = torch.randint(0, 99999, (400,), generator=torch.Generator().manual_seed(3))
+    path.write_text(" ".join(f"the {n} fox" for n in numbers.tolist()), encoding="utf-8")
+    return path
+
+
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """What transformers generates, without stopping at the end-of-sequence token."""
     with torch.no_grad():

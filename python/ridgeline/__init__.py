@@ -7,7 +7,9 @@ from ridgeline._debug import debug_checks
 from ridgeline._explain import Explanation, explain
 from ridgeline._info import info
 from ridgeline._optimize import Optimized, optimize_
+from ridgeline._quantize.checkpoint import quantize_checkpoint
 from ridgeline._quantize.modules import Quantized, quantize_
+from ridgeline._quantize.recipe import QuantizedCheckpoint
 from ridgeline._quantize.smooth import Observed, observe, smooth_
 from ridgeline._version import __version__
 from ridgeline.llm import LLM
@@ -30,6 +32,7 @@ __all__ = [
     "Observed",
     "Optimized",
     "Quantized",
+    "QuantizedCheckpoint",
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
@@ -46,5 +49,6 @@ __all__ = [
     "ops",
     "optimize_",
     "quantize_",
+    "quantize_checkpoint",
     "smooth_",
 ]

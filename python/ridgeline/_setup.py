@@ -12,6 +12,7 @@ from typing import Any, TextIO
 import torch
 
 from ridgeline._loader import CUDA
+from ridgeline._quantize.recipe import QuantizedCheckpoint
 from ridgeline._start import Starter
 from ridgeline.core import Core
 from ridgeline.kv_cache import KV_DTYPES
@@ -53,11 +54,11 @@ class EngineOptions:
     swap_space: float
 
     def __post_init__(self) -> None:
-        _one_of("dtype", self.dtype, ("auto", *DTYPES))
-        _one_of("quantization", self.quantization, (None, *QUANTIZATIONS))
-        _one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES))
-        _one_of("load_format", self.load_format, _LOAD_FORMATS)
-        _one_of("block_size", self.block_size, tuple(range(16, 257, 16)))
+        check_one_of("dtype", self.dtype, ("auto", *DTYPES))
+        check_one_of("quantization", self.quantization, (None, *QUANTIZATIONS))
+        check_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES))
+        check_one_of("load_format", self.load_format, _LOAD_FORMATS)
+        check_one_of("block_size", self.block_size, tuple(range(16, 257, 16)))
         for name, low in (
             ("max_model_len", 2),
             ("num_blocks", 2),
@@ -126,7 +127,7 @@ def build(
     model: str | Path | Mapping[str, Any], options: EngineOptions, progress: Progress | None
 ) -> Parts:
     """Checks everything that can be checked before it loads anything."""
-    device = _device(options.device)
+    device = pick_device(options.device)
     folder = gguf = None
     stored = 0  # bytes of weights that are quantised in their files
     if isinstance(model, Mapping):
@@ -143,8 +144,12 @@ def build(
         config = ModelConfig.from_path(folder) if gguf is None else gguf.config()
         if gguf is not None or config.stored_format is not None:
             stored = file_bytes(path or folder)
-    dtype = _dtype(options.dtype, config, device)
+    dtype = pick_dtype(options.dtype, config, device)
     max_model_len = _max_model_len(options, config)
+    made = None if folder is None or gguf is not None else QuantizedCheckpoint.of_folder(folder)
+    told = None if made is None else made.warning()
+    if told is not None:
+        warnings.warn(told, stacklevel=3)
     tokenizer, no_tokenizer = _tokenizer(folder)
     if tokenizer is not None and tokenizer.vocab_size > config.vocab_size:
         warnings.warn(
@@ -196,12 +201,12 @@ def build(
     )
 
 
-def _one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
+def check_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def _device(name: str | None) -> torch.device:
+def pick_device(name: str | None) -> torch.device:
     if name is None:
         name = "cuda" if CUDA.loaded else "cpu"
     try:
@@ -221,7 +226,7 @@ def _device(name: str | None) -> torch.device:
     return device
 
 
-def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     if name == "auto":
         if device.type == "cpu":
             return torch.float32

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ridgeline._cli import generate, info, plan, replay
+from ridgeline._cli import generate, info, plan, quantize, replay
 from ridgeline._version import __version__
 
 _USER_ERROR = 2
@@ -15,11 +15,12 @@ _USER_ERROR = 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand; the process's exit code. A user's mistake is one line on stderr."""
     parser = argparse.ArgumentParser(
-        prog="ridgeline", description="LLM inference: generate text, show the installation."
+        prog="ridgeline",
+        description="LLM inference: generate text, quantise models, show the installation.",
     )
     parser.add_argument("--version", action="version", version=f"ridgeline {__version__}")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    for command in (generate, plan, replay, info):
+    for command in (generate, quantize, plan, replay, info):
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     try:

@@ -107,8 +107,13 @@ def quantize_(
     return Quantized(tuple(layers), tuple(left), before, after)
 
 
+def is_named(name: str, patterns: Sequence[str]) -> bool:
+    """Whether the whole name, or its end after a dot, fits one of the patterns."""
+    return any(fnmatch(name, p) or fnmatch(name, f"*.{p}") for p in patterns)
+
+
 def _reason_to_leave(name: str, child: nn.Module, skip: Sequence[str]) -> str | None:
-    if any(fnmatch(name, pattern) or fnmatch(name, f"*.{pattern}") for pattern in skip):
+    if is_named(name, skip):
         return "named in skip"
     if type(child) not in (nn.Linear, Linear):
         return f"a {type(child).__name__} may do more than a linear layer"

@@ -119,13 +119,18 @@ def smooth_(module: nn.Module, seen: Observed, *, alpha: float = 0.5) -> tuple[s
         weights = [layer.weight for layer in layers if isinstance(layer.weight, Tensor)]
         of_weights = torch.stack([w.abs().amax(0).float() for w in weights]).amax(0)
         of_x = seen.largest[readers[0]].to(of_weights.device)
-        factors = of_x.clamp(min=1e-5) ** alpha / of_weights.clamp(min=1e-5) ** (1 - alpha)
+        factors = smoothing_factors(of_x, of_weights, alpha)
         if not _divide(norm, factors):
             continue
         for weight in weights:
             weight.mul_(factors.to(weight.dtype))
         changed.append(name)
     return tuple(changed)
+
+
+def smoothing_factors(of_x: Tensor, of_weights: Tensor, alpha: float) -> Tensor:
+    """What columns of activations are divided by, of the largest magnitudes of each."""
+    return of_x.clamp(min=1e-5) ** alpha / of_weights.clamp(min=1e-5) ** (1 - alpha)
 
 
 def _divide(norm: nn.Module, factors: Tensor) -> bool:

@@ -92,13 +92,18 @@ class Decoder:
     head: Linear
     batch_invariant: bool = False
 
-    def hidden_states(self, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """Runs the layers and writes the cache; the normed output ``[tokens, hidden]``."""
-        residual = embedding(inputs.input_ids, self.embedding)
+    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """What the first layer reads: ``[tokens, hidden]``."""
+        residual = embedding(input_ids, self.embedding)
         if self.embedding_scale != 1:
             residual = residual * self.embedding_scale
         if self.positions is not None:
-            residual = residual + embedding(inputs.positions, self.positions)
+            residual = residual + embedding(positions, self.positions)
+        return residual
+
+    def hidden_states(self, inputs: StepInputs, cache: KVCache) -> Tensor:
+        """Runs the layers and writes the cache; the normed output ``[tokens, hidden]``."""
+        residual = self.embed(inputs.input_ids, inputs.positions)
         if residual.shape[0] <= self.folded_rows:
             return self._folded_states(residual, inputs, cache)
         first, *rest = self.layers

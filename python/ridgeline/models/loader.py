@@ -71,31 +71,44 @@ def load_decoder(
 
     broken: list[str] = []
 
-    def one(parameter: Parameter, part: Part) -> Weight:
+    def read(part: Part) -> Weight:
         weight = checkpoint.read(part)
         if options.check_weights and not is_finite(weight):
             broken.append(part.name)
+        return weight
+
+    def assembled(parameter: Parameter) -> Weight:
+        plain = all(checkpoint.is_plain(part) for part in parameter.parts)
+        return assemble(parameter, read, options, plain=plain)
+
+    decoder = build_decoder(config, options, assembled, progress)
+    if broken:
+        raise ValueError(f"not all values are finite in: {', '.join(broken)}")
+    return decoder
+
+
+def assemble(
+    parameter: Parameter, read: Callable[[Part], Weight], options: LoadOptions, *, plain: bool
+) -> Weight:
+    """The rows of all parts as the decoder has them; ``plain``: none is quantised."""
+
+    def one(part: Part) -> Weight:
+        weight = read(part)
         if parameter.arrange is None:
             return weight
         if isinstance(weight, Tensor):
             return parameter.arrange(weight)
         return weight.rows(parameter.arrange(torch.arange(part.rows, device=options.device)))
 
-    def read(parameter: Parameter) -> Weight:
-        if not all(checkpoint.is_plain(part) for part in parameter.parts):
-            return stack([one(parameter, part) for part in parameter.parts], options.dtype)
-        out = torch.empty(parameter.shape, dtype=options.dtype, device=options.device)
-        row = 0
-        for part in parameter.parts:
-            values = dense(one(parameter, part), options.dtype)
-            out[row : row + len(values)].copy_(values)
-            row += len(values)
-        return out
-
-    decoder = _build(config, options, read, progress)
-    if broken:
-        raise ValueError(f"not all values are finite in: {', '.join(broken)}")
-    return decoder
+    if not plain:
+        return stack([one(part) for part in parameter.parts], options.dtype)
+    out = torch.empty(parameter.shape, dtype=options.dtype, device=options.device)
+    row = 0
+    for part in parameter.parts:
+        values = dense(one(part), options.dtype)
+        out[row : row + len(values)].copy_(values)
+        row += len(values)
+    return out
 
 
 def random_decoder(
@@ -113,14 +126,14 @@ def random_decoder(
             return out.normal_(0, _RANDOM_STD, generator=generator)
         return out.fill_(0 if parameter.name.endswith(".bias") else 1 - config.spec.norm_offset)
 
-    return _build(config, options, make, progress)
+    return build_decoder(config, options, make, progress)
 
 
-def _build(
+def build_decoder(
     config: ModelConfig,
     options: LoadOptions,
     get: Callable[[Parameter], Weight],
-    progress: Callable[[int, int], None] | None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
     """Takes the parameters one by one, so that quantising needs one full matrix at a time."""
     table = {parameter.name: parameter for parameter in parameters(config)}

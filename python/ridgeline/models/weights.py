@@ -41,6 +41,16 @@ class Part:
     def name(self) -> str:
         return f"{self.module}.{self.end}"
 
+    def used(self, stored: Tensor) -> Tensor:
+        """The weight ``[rows, columns]`` of what a file holds unquantised."""
+        weight = stored.transpose(-1, -2) if self.transposed else stored
+        return weight.flatten(0, 1) if self.experts else weight
+
+    def stored(self, used: Tensor) -> Tensor:
+        """The inverse of :meth:`used`."""
+        weight = used.unflatten(0, (self.experts, -1)) if self.experts else used
+        return weight.transpose(-1, -2) if self.transposed else weight
+
     @property
     def base(self) -> str:
         """What the names of a quantised weight begin with."""
@@ -190,7 +200,7 @@ class Checkpoint:
         self._file_of = {self._missing_prefix + name: file for name, file in self._file_of.items()}
         self._stored: dict[str, TensorInfo] = {}
         for name, handle in self._file_of.items():
-            header = handle.get_slice(self._stored_name(name))
+            header = handle.get_slice(self.stored_name(name))
             self._stored[name] = TensorInfo(tuple(header.get_shape()), str(header.get_dtype()))
 
     def check(self) -> None:
@@ -229,13 +239,23 @@ class Checkpoint:
     def read(self, part: Part) -> Weight:
         """The weight ``[rows, columns]``, or the vector. Requires: :meth:`check` passed."""
         if self._layout(part) is None:
-            tensor = self._get(part.name)
-            tensor = tensor.transpose(-1, -2) if part.transposed else tensor
-            return tensor.flatten(0, 1) if part.experts else tensor
+            return part.used(self._get(part.name))
         stored_format = self._config.stored_format
         assert stored_format is not None
         sizes = part.rows, part.columns
         return stored_format.read(part.base, *sizes, self._stored, self._get)
+
+    def names(self) -> Iterator[str]:
+        """Of all tensors, as the architecture calls them."""
+        yield from self._file_of
+
+    def tensor(self, name: str) -> Tensor:
+        """As it is stored, by the architecture's name."""
+        return self._get(name)
+
+    def stored_name(self, name: str) -> str:
+        """In the files, which may leave out a prefix."""
+        return name.removeprefix(self._missing_prefix)
 
     def _layout(self, part: Part) -> dict[str, tuple[int, ...]] | None:
         """The tensors of a quantised weight; None: it is stored as it is."""
@@ -245,11 +265,8 @@ class Checkpoint:
         return stored_format.layout(part.base, part.rows, part.columns, self._stored)
 
     def _get(self, name: str) -> Tensor:
-        tensor: Tensor = self._file_of[name].get_tensor(self._stored_name(name))
+        tensor: Tensor = self._file_of[name].get_tensor(self.stored_name(name))
         return tensor
-
-    def _stored_name(self, name: str) -> str:
-        return name.removeprefix(self._missing_prefix)
 
     def _may_be_left_over(self, name: str) -> bool:
         spec, stored_format = self._config.spec, self._config.stored_format

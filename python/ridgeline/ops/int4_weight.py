@@ -69,7 +69,7 @@ class Int4Weight:
             K % max(groups, 1) == 0 and (groups > 0) == (K > 0),
             f"q: expected K divisible by {groups} groups, got K = {K}",
         )
-        group = _checked_group(K // groups if groups else -1, K)
+        group = checked_group(K // groups if groups else -1, K)
         _expect(
             zeros is None or zeros.shape == scales.shape,
             f"zeros: expected the shape of scales, {list(scales.shape)}, "
@@ -140,24 +140,37 @@ def pack_int4(weight: Tensor, group_size: int = 128, zero_point: bool = False) -
         f"weight: expected floating [N, K], got {weight.dtype} {list(weight.shape)}",
     )
     N, K = weight.shape
-    group = _checked_group(group_size, K)
+    group = checked_group(group_size, K)
     columns = weight.float().reshape(N, -1, group) if K else weight.new_zeros(N, 0, 1).float()
-    tiny = torch.finfo(weight.dtype).tiny
-    if zero_point:
-        low = columns.amin(-1).clamp(max=0) if K else columns.new_zeros(N, 0)
-        high = columns.amax(-1).clamp(min=0) if K else low
-        scales = ((high - low) / 15).clamp(min=tiny).to(weight.dtype)
-        zeros = (-low / scales.float()).round().clamp(0, 15)
-    else:
-        extreme = columns.abs().amax(-1) if K else columns.new_zeros(N, 0)
-        scales = (extreme / 7).clamp(min=tiny).to(weight.dtype)
-        zeros = torch.full_like(scales, _SYMMETRIC_ZERO, dtype=torch.float32)
-    q = (columns / scales.float().unsqueeze(-1)).round() + zeros.unsqueeze(-1)
+    scales, zeros = int4_grid(columns, weight.dtype, zero_point)
+    q = int4_codes(columns, scales.unsqueeze(-1), zeros.unsqueeze(-1))
     return Int4Weight.from_quantized(
-        q.clamp(0, 15).to(torch.uint8).reshape(N, K),
-        scales.t(),
+        q.to(torch.uint8).reshape(N, K),
+        scales.to(weight.dtype).t(),
         zeros.to(torch.uint8).t() if zero_point else None,
     )
+
+
+def int4_grid(columns: Tensor, dtype: torch.dtype, zero_point: bool) -> tuple[Tensor, Tensor]:
+    """The scale and zero point that the last dimension's values need, both float32.
+
+    Args:
+        columns: float32 ``[..., group]``.
+        dtype: that the scales are kept in, which they are rounded to.
+        zero_point: minimum and maximum are both reached; otherwise zero is 8.
+    """
+    tiny = torch.finfo(dtype).tiny
+    if zero_point:
+        low, high = columns.amin(-1).clamp(max=0), columns.amax(-1).clamp(min=0)
+        scales = ((high - low) / 15).clamp(min=tiny).to(dtype).float()
+        return scales, (-low / scales).round().clamp(0, 15)
+    scales = (columns.abs().amax(-1) / 7).clamp(min=tiny).to(dtype).float()
+    return scales, torch.full_like(scales, _SYMMETRIC_ZERO)
+
+
+def int4_codes(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """The nearest of 0 to 15 for ``(code - zero) * scale``, float32."""
+    return ((values / scales).round() + zeros).clamp(0, 15)
 
 
 def _expect(ok: bool, message: str) -> None:
@@ -165,7 +178,7 @@ def _expect(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def _checked_group(group: int, K: int) -> int:
+def checked_group(group: int, K: int) -> int:
     """The group as columns; -1 is all of them."""
     columns = max(K, 1) if group == -1 else group
     _expect(

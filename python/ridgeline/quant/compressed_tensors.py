@@ -1,10 +1,13 @@
-"""The formats of compressed-tensors (llm-compressor)."""
+"""The formats of compressed-tensors (llm-compressor), read and written."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from ridgeline.quant.layout import (
     INPUT_SCALES,
@@ -14,9 +17,10 @@ from ridgeline.quant.layout import (
     Stored,
     TensorInfo,
     block_of,
+    pack_words,
     unpack_words,
 )
-from ridgeline.quant.stored import GroupedCodes, Weight
+from ridgeline.quant.stored import GroupedCodes, ScaledCodes, Weight
 
 
 @dataclass(frozen=True)
@@ -104,3 +108,53 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
             f"got {len(found)}"
         )
     return found.pop()
+
+
+def written(weight: GroupedCodes | ScaledCodes) -> dict[str, Tensor]:
+    """The tensors that stand for a weight, by the ends of their names.
+
+    Requires: no ``group_index``, which its readers have given up.
+    """
+    if isinstance(weight, ScaledCodes):
+        by_row = weight.block is None and weight.scale.numel() > 1
+        scale = weight.scale[:, None] if by_row else weight.scale
+        return {"weight": weight.codes, "weight_scale": scale}
+    tensors = {
+        "weight_packed": pack_words(weight.q, weight.bits),
+        "weight_scale": weight.scales.t(),
+        "weight_shape": torch.tensor(weight.q.shape),
+    }
+    if weight.zeros is not None:
+        tensors["weight_zero_point"] = pack_words(weight.zeros, weight.bits).t()
+    return tensors
+
+
+def written_config(weight: GroupedCodes | ScaledCodes, ignore: Sequence[str]) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint whose weights are as this one.
+
+    ``ignore``: names of modules that are not quantised.
+    """
+    weights: dict[str, Any] = {"type": "int", "num_bits": 4, "symmetric": True, "dynamic": False}
+    inputs: dict[str, Any] | None = None
+    if isinstance(weight, GroupedCodes):
+        form, groups = "pack-quantized", weight.scales.shape[0]
+        by_group = {"strategy": "group", "group_size": weight.q.shape[1] // groups}
+        weights |= {"strategy": "channel"} if groups == 1 else by_group
+        weights["symmetric"] = weight.zeros is None
+    else:
+        is_int = weight.codes.dtype == torch.int8
+        form = "int-quantized" if is_int else "float-quantized"
+        weights |= {"type": "int" if is_int else "float", "num_bits": 8}
+        weights["strategy"] = "channel" if weight.scale.numel() > 1 else "tensor"
+        inputs = weights | {"strategy": "token", "dynamic": True}
+        if weight.block is not None:
+            weights |= {"strategy": "block", "block_structure": list(weight.block)}
+            inputs |= {"strategy": "group", "group_size": weight.block[1]}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group | {"output_activations": None}},
+        "ignore": list(ignore),
+    }

@@ -18,6 +18,7 @@ from ridgeline.quant.layout import (
     Stored,
     block_of,
     one_of,
+    pack_words,
     unpack_words,
 )
 from ridgeline.quant.stored import Expanded, GroupedCodes, Weight
@@ -154,6 +155,36 @@ def _gptq(config: Mapping[str, Any]) -> Format:
     if config.get("dynamic"):
         raise ValueError("quantization_config: dynamic (other bits for some modules) is not read")
     return Gptq(bits, _group_size(config), zero_offset=int(layout == "gptq"))
+
+
+def gptq_written(weight: GroupedCodes) -> dict[str, Tensor]:
+    """The tensors of version 2 that stand for a weight, by the ends of their names."""
+    N, K = weight.q.shape
+    zeros = weight.zeros
+    if zeros is None:
+        zeros = torch.full_like(weight.scales, 1 << (weight.bits - 1), dtype=torch.uint8)
+    index = weight.group_index
+    if index is None:
+        index = torch.arange(K, device=weight.q.device) // (K // len(weight.scales))
+    return {
+        "qweight": pack_words(weight.q, weight.bits).t(),
+        "qzeros": pack_words(zeros, weight.bits),
+        "scales": weight.scales,
+        "g_idx": index.int(),
+    }
+
+
+def gptq_written_config(weight: GroupedCodes) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint whose weights are as this one."""
+    groups = len(weight.scales)
+    return {
+        "quant_method": "gptq",
+        "checkpoint_format": "gptq_v2",
+        "bits": weight.bits,
+        "group_size": -1 if groups == 1 else weight.q.shape[1] // groups,
+        "desc_act": weight.group_index is not None,
+        "sym": weight.zeros is None,
+    }
 
 
 # ---- One scale a tensor, row or block ----------------------------------------------------------

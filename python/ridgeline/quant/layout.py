@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ridgeline.quant.stored import ScaledCodes, Weight
@@ -61,6 +62,14 @@ def unpack_words(words: Tensor, bits: int) -> Tensor:
     if bits == 8:
         return bytes_
     return torch.stack((bytes_ & 15, bytes_ >> 4), -1).flatten(-2)
+
+
+def pack_words(codes: Tensor, bits: int) -> Tensor:
+    """The inverse of :func:`unpack_words`; a last word that is not full is filled with zeros."""
+    bytes_ = F.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % (32 // bits)))
+    if bits == 4:
+        bytes_ = bytes_[:, ::2] | (bytes_[:, 1::2] << 4)
+    return bytes_.contiguous().view(torch.int32)
 
 
 def block_of(value: Any) -> tuple[int, int]:
