@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ridgeline.kv_cache import KVCache, KVCacheLayout
 from ridgeline.models.decoder import Decoder, StepInputs
+from ridgeline.nn.linear import at_rest
 from ridgeline.tokenizer import Tokenizer
 
 _BLOCK_SIZE = 64
@@ -95,6 +96,7 @@ class Layerwise:
 
     def run(self, one: Decoder, hidden: Tensor, *, advance: bool) -> None:
         """Calls the layer of ``one`` on all windows; ``advance``: ``hidden`` becomes its output."""
+        at_rest(hidden)  # products read weights ahead of the stream, and these are just made
         for low in range(0, len(hidden), self._count):
             some = hidden[low : low + self._count]
             decoder = replace(
