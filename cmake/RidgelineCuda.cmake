@@ -137,12 +137,24 @@ endif()
 
 # ---- Kernels ----------------------------------------------------------------------------------
 
-# One object from one kernel file. Kernels of Hopper's own instructions, in files named so, are
-# compiled for sm_90a alone and asked for only where RIDGELINE_SM90A says that it is in the build;
-# on other architectures their bodies are empty.
-function(ridgeline_compile_cuda source result)
+# One object from kernel files. Several are compiled as one text: each by itself costs the compiler
+# 4 s of its headers, once for each architecture and for the host. Kernels of Hopper's own
+# instructions, in files named so, are compiled for sm_90a alone and asked for only where
+# RIDGELINE_SM90A says that it is in the build; on other architectures their bodies are empty.
+function(ridgeline_compile_cuda sources result)
+  list(JOIN sources ", " sources_named)
+  list(TRANSFORM sources PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/csrc/kernels/")
+  list(TRANSFORM sources APPEND ".cu")
+  list(GET sources 0 source)
   get_filename_component(stem "${source}" NAME_WE)
   set(object "${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}.o")
+  list(LENGTH sources count)
+  if(count GREATER 1)
+    list(TRANSFORM sources REPLACE "(.+)" "#include \"\\1\"\n" OUTPUT_VARIABLE text)
+    list(JOIN text "" text)
+    set(source "${CMAKE_CURRENT_BINARY_DIR}/cuda/${stem}_and_others.cu")
+    file(CONFIGURE OUTPUT "${source}" CONTENT "${text}" @ONLY)
+  endif()
   set(gencode ${RIDGELINE_GENCODE})
   if(stem MATCHES "_sm90" AND RIDGELINE_GENCODE_SM90A)
     set(gencode ${RIDGELINE_GENCODE_SM90A})
@@ -154,14 +166,14 @@ function(ridgeline_compile_cuda source result)
   add_custom_command(
     OUTPUT "${object}"
     COMMAND ${CMAKE_COMMAND} -E make_directory "${CMAKE_CURRENT_BINARY_DIR}/cuda"
-    COMMAND ${launcher} "${ridgeline_nvcc}" -c "${CMAKE_CURRENT_SOURCE_DIR}/${source}"
+    COMMAND ${launcher} "${ridgeline_nvcc}" -c "${source}"
       -o "${object}" -MD -MF "${object}.d" -std=c++20 -O2 ${gencode}
       -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
       -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
       --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=--warn-on-spills
       -Xptxas=--warn-on-local-memory-usage
-    DEPENDS "${source}" DEPFILE "${object}.d" JOB_POOL ridgeline_compile VERBATIM
-    COMMENT "CUDA ${source}")
+    DEPENDS ${sources} DEPFILE "${object}.d" JOB_POOL ridgeline_compile VERBATIM
+    COMMENT "CUDA ${sources_named}")
   set(${result} "${object}" PARENT_SCOPE)
 endfunction()
 
@@ -181,12 +193,13 @@ function(ridgeline_torch_cuda_library result)
   set(${result} ridgeline_torch_cuda_stub PARENT_SCOPE)
 endfunction()
 
-# ridgeline_add_cuda_module(name CXX files... CUDA files...)
+# ridgeline_add_cuda_module(name CXX files... CUDA units...), a unit: "kernel files" of csrc/kernels
 function(ridgeline_add_cuda_module name)
   cmake_parse_arguments(arg "" "" "CXX;CUDA" ${ARGN})
   set(objects "")
-  foreach(source IN LISTS arg_CUDA)
-    ridgeline_compile_cuda(${source} object)
+  foreach(unit IN LISTS arg_CUDA)
+    separate_arguments(unit)
+    ridgeline_compile_cuda("${unit}" object)
     list(APPEND objects "${object}")
   endforeach()
   add_library(${name} MODULE ${arg_CXX} ${objects})

@@ -16,7 +16,6 @@ namespace {
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kMaxWarps = 1024 / device::kWarpSize;
 constexpr int kGroupThreads = 128;
 constexpr int kGroupsEach = 2;  // groups a thread has a piece of: four loads in flight
 constexpr int kFewBlocks = 4 * 132;  // up to so many, threads have one group each: more SMs work
@@ -60,7 +59,7 @@ __device__ void store_codes(std::uint8_t* codes, device::Vec<float, kWidth> valu
 template <class T, class Row>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     gated_rows_kernel(const __grid_constant__ GatedQuantParams params) {
-  __shared__ float maxima[kMaxWarps];
+  __shared__ float maxima[device::kMaxWarps];
   const std::int64_t index = blockIdx.x;
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
   const T* other_half = x + params.cols;

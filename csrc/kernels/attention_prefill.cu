@@ -13,8 +13,8 @@ using namespace attention_tile;
 
 constexpr int kKeys = config::kKeyTile;
 
-/// Eight warps of 16 rows share a tile of keys; from 192 columns on four, so that a warp's sums fit
-/// its registers and two blocks an SM.
+/// Eight warps of 16 rows share a tile of keys; of 256 columns four, so that a warp's sums fit its
+/// registers and two blocks an SM.
 template <int kDim>
 constexpr int kWarps = kDim <= 128 ? 8 : 4;
 template <int kDim>
@@ -193,7 +193,9 @@ namespace attention_launch {
 void prefill(const AttentionParams& p, Stream stream) {
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    dispatch_at_least<64, 96, 128, 192, 256>(p.head_dim, "attention: head size", [&](auto dim) {
+    // A head between these is padded with zeros in shared memory: 96 and 192 as well took half of
+    // the compiler's time again, for GPUs before Hopper.
+    dispatch_at_least<64, 128, 256>(p.head_dim, "attention: head size", [&](auto dim) {
       const std::int64_t rows = std::int64_t{p.max_q} * (p.heads / p.kv_heads);
       PrefillParams params{.attention = p,
                            .tiles = checked_int32(ceil_div<std::int64_t>(rows, kRows<dim>),

@@ -9,7 +9,7 @@ namespace {
 
 namespace config = attention_config;
 
-constexpr int kThreads = 128;
+constexpr int kQueryThreads = 128;
 constexpr int kPiece = 8;  // columns
 
 struct Expansion {
@@ -20,7 +20,7 @@ struct Expansion {
 
 /// Queries in e4m3 times their scales, each rounded once to bf16. Grid: a block a row of q.
 /// Roofline: one byte read and two written an element: bandwidth.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kQueryThreads)
     expand_queries_kernel(const __grid_constant__ Expansion expansion) {
   const AttentionParams& p = expansion.attention;
   ptx::launch_dependents();
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto* from = static_cast<const std::uint8_t*>(p.q) + row * stride;
   __nv_bfloat16* to = expansion.to + std::int64_t{row} * p.heads * p.head_dim;
   const int pieces = p.head_dim / kPiece;
-  for (int i = static_cast<int>(threadIdx.x); i < p.heads * pieces; i += kThreads) {
+  for (int i = static_cast<int>(threadIdx.x); i < p.heads * pieces; i += kQueryThreads) {
     const int head = i / pieces, column = i % pieces * kPiece;
     const uint2 codes = *reinterpret_cast<const uint2*>(from + head * p.stride_q_head + column);
     const float scale = p.q_scale[row * p.stride_qs_row + head * p.stride_qs_head];
@@ -52,7 +52,7 @@ AttentionParams expand_queries(const AttentionParams& p, bool few_only, Stream s
                                               config::queries_offset(p));
   const auto rows = static_cast<unsigned>(checked_int32(config::tokens(p), "q: rows"));
   device::launch_chained<expand_queries_kernel>(
-      dim3(rows), dim3(kThreads), 0, stream,
+      dim3(rows), dim3(kQueryThreads), 0, stream,
       Expansion{.attention = p, .to = to, .few_only = few_only}, "attention: queries");
   AttentionParams wide = p;
   wide.q = to;

@@ -10,10 +10,10 @@ namespace {
 
 // ---- Constants --------------------------------------------------------------------------------
 
-constexpr int kThreads = 256;
+constexpr int kCopyThreads = 256;
 constexpr int kInFlight = 4;  // 16-byte loads a thread has under way
 // 16 KB a step: a cache block of 128 KB feeds eight thread blocks.
-constexpr int kChunkUnits = kThreads * kInFlight;
+constexpr int kChunkUnits = kCopyThreads * kInFlight;
 constexpr int kTensors = 4;
 
 struct CopyLaunch {
@@ -45,7 +45,7 @@ __device__ void copy_pieces(const BlockCopy& copy, std::int64_t source, std::int
     std::int64_t offsets[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
-      const std::int64_t unit = start + i * kThreads + threadIdx.x;
+      const std::int64_t unit = start + i * kCopyThreads + threadIdx.x;
       offsets[i] = unit < total ? offset_of<Piece>(copy, static_cast<std::uint32_t>(unit)) : -1;
       if (offsets[i] >= 0) pieces[i] = *reinterpret_cast<const Piece*>(from + offsets[i]);
     }
@@ -59,7 +59,7 @@ __device__ void copy_pieces(const BlockCopy& copy, std::int64_t source, std::int
 
 /// Grid: pairs x chunks x tensors. A thread block copies every gridDim.y-th chunk of one block of
 /// one tensor.
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kCopyThreads)
     copy_blocks_kernel(const __grid_constant__ CopyLaunch launch) {
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
@@ -102,7 +102,7 @@ void copy_blocks(const CopyBlocksParams& params, Stream stream) {
   constexpr std::int64_t kMaxChunks = 256;
   const std::int64_t chunks = std::min(ceil_div(units, std::int64_t{kChunkUnits}), kMaxChunks);
   const dim3 grid(checked_int32(params.pairs, "pairs"), static_cast<unsigned>(chunks), kTensors);
-  device::launch_chained<copy_blocks_kernel>(grid, dim3(kThreads), 0, stream, launch,
+  device::launch_chained<copy_blocks_kernel>(grid, dim3(kCopyThreads), 0, stream, launch,
                                              "copy_blocks");
 }
 

@@ -8,7 +8,7 @@
 namespace ridgeline {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kMergeThreads = 256;
 
 /// One side's share of a row.
 template <class T>
@@ -23,13 +23,13 @@ __device__ __forceinline__ void add_side(device::Vec<float, device::Vec<T>::kSiz
 /// Grid: enough threads that each owns one 16-byte piece of the output; the first of a row also
 /// writes its lse.
 template <class T>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ MergeAttentionParams p) {
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   constexpr int kSize = device::Vec<T>::kSize;
   const int pieces = p.head_dim / kSize;
-  const std::int64_t piece = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  const std::int64_t piece = std::int64_t{blockIdx.x} * kMergeThreads + threadIdx.x;
   const std::int64_t row = piece / pieces;  // [batch, rows, heads]
   if (row >= p.batch * p.rows * p.heads) return;
   const std::int64_t head = row % p.heads, query = row / p.heads;
@@ -57,9 +57,9 @@ void merge_attention(const MergeAttentionParams& p, Stream stream) {
     check(p.head_dim > 0 && p.head_dim % kSize == 0,
           "out_a: expected a head size that is a positive multiple of ", kSize, ", got ",
           p.head_dim);
-    const std::int64_t blocks = ceil_div<std::int64_t>(rows * (p.head_dim / kSize), kThreads);
+    const std::int64_t blocks = ceil_div<std::int64_t>(rows * (p.head_dim / kSize), kMergeThreads);
     device::launch_chained<merge_kernel<T>>(dim3(checked_int32(blocks, "merge_attention: blocks")),
-                                            dim3(kThreads), 0, stream, p, "merge_attention");
+                                            dim3(kMergeThreads), 0, stream, p, "merge_attention");
   });
 }
 

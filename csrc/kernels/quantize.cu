@@ -17,7 +17,6 @@ using Granularity = QuantizeParams::Granularity;
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kMaxWarps = 1024 / device::kWarpSize;
 constexpr int kGroupThreads = 128;
 constexpr int kGroupsEach = 4;     // groups a thread has a piece of: four loads in flight
 constexpr int kFewBlocks = 2 * 132;  // up to so many, threads have one group each: more SMs work
@@ -31,7 +30,7 @@ constexpr int kFewTiles = 132;
 template <class T, class Row>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     quantize_rows_kernel(const __grid_constant__ QuantizeParams params) {
-  __shared__ float maxima[kMaxWarps];
+  __shared__ float maxima[device::kMaxWarps];
   const std::int64_t index = blockIdx.x;
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
 

@@ -11,10 +11,6 @@ namespace {
 
 using Op = RowReduceParams::Op;
 
-// ---- Constants ----------------------------------------------------------------------------------
-
-constexpr int kMaxWarps = 1024 / device::kWarpSize;
-
 // ---- Phases -------------------------------------------------------------------------------------
 
 /// The largest of sign * x over a piece, or NaN.
@@ -75,9 +71,9 @@ template <class T, class Row, bool kLogSumExp>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     row_reduce_kernel(const __grid_constant__ RowReduceParams params) {
   __shared__ device::RowScratch scratch;
-  __shared__ device::RowWeights filed[kMaxWarps];
-  __shared__ float maxima[kMaxWarps];
-  __shared__ int columns[kMaxWarps];
+  __shared__ device::RowWeights filed[device::kMaxWarps];
+  __shared__ float maxima[device::kMaxWarps];
+  __shared__ int columns[device::kMaxWarps];
   const std::int64_t index = blockIdx.x;
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
 

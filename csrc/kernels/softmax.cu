@@ -8,10 +8,6 @@
 namespace ridgeline {
 namespace {
 
-// ---- Constants ----------------------------------------------------------------------------------
-
-constexpr int kMaxWarps = 1024 / device::kWarpSize;
-
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
@@ -21,7 +17,7 @@ constexpr int kMaxWarps = 1024 / device::kWarpSize;
 template <class T, class Row>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     softmax_kernel(const __grid_constant__ SoftmaxParams params) {
-  __shared__ device::RowWeights filed[kMaxWarps];
+  __shared__ device::RowWeights filed[device::kMaxWarps];
   constexpr bool kFast = sizeof(T) == 2;
   const std::int64_t index = blockIdx.x;
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
