@@ -332,6 +332,26 @@ def test_many_sequences_equal_each_alone(dim: int, q_len: int) -> None:
 
 
 @pytest.mark.gpu
+def test_many_keys_a_block_equal_each_alone() -> None:
+    """More than 2048 keys a block of the GPU: items are small, those of the last sequences more so,
+    which are more than a warp's lanes."""
+    lengths = [1 + 797 * b % 3800 for b in range(40)]
+    paged = Paged("cuda", lengths, 64, math.nan, kv_heads=8)
+    q = normal("cuda", len(lengths), 32, DIM)
+    counters = torch.zeros(8 * len(lengths) + 2, dtype=torch.int32, device="cuda")
+    out, lse = paged.run(q, counters=counters)
+    assert not counters.any()
+    assert same((out, lse), paged.run(q)), "joined by a kernel of its own"
+    for b in (0, 7, 31, 32, 34, 35, 39):
+        one = slice(b, b + 1)
+        alone = ops.paged_attention(
+            q[one], paged.k_cache, paged.v_cache, paged.tables[one], paged.seq_lens[one],
+            return_lse=True, counters=counters,
+        )  # fmt: skip
+        assert same((out[one], lse[:, one]), alone), f"sequence {b}"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_shared_keys_are_the_same_keys(q_len: int) -> None:
     """Read once or by each sequence: the same up to rounding; alone with one neighbour or many, and

@@ -85,6 +85,17 @@ __device__ __forceinline__ int item_limit(const Launch& launch, int load) {
   return share * kMost + launch.blocks_divisor.divide(rest * kMost);
 }
 
+/// Where a block's share is more keys than this, items are smaller, and smaller yet those of the
+/// last eighth of the sequences. They are dealt as blocks become free, for some SMs get an eighth
+/// more of the memory's bandwidth than others: with an item a block, these end early. H200, 32
+/// sequences of 8k keys: 256 us, and 248 so; 128 of 4k: 520 and 500; 32 of 200 to 8200: 160 and
+/// 143.
+constexpr int kShareKeys = 2048, kDealtKeys = 1024, kLastKeys = 512;
+
+__device__ __forceinline__ bool cuts_finer(const Launch& launch, int limit) {
+  return launch.attention.counters != nullptr && limit > kShareKeys;
+}
+
 /// Neighbours are the heads of one split: they share the block table's entries and the scales.
 template <class Tile>
 __device__ __forceinline__ Item item_of(const Launch& launch, const config::Sequence& sequence,
@@ -114,8 +125,9 @@ struct Plan {
   config::Sequence sequence{};  // number `lane`
   Cut cut{};
   int runs = 0;
-  int limit;    // keys of the largest item wanted
-  int all = 0;  // items
+  int limit;       // keys of the largest item wanted, ...
+  int finer_from;  // ... and kLastKeys from this sequence on
+  int all = 0;     // items
   int batch = 0;  // of the item that was taken last
 
   __device__ __forceinline__ config::Sequence sequence_at(int b) const {
@@ -135,7 +147,16 @@ struct Plan {
       load += load_of<Tile>(runs_of<Tile>(launch, s), leaves_of<Tile>(launch, s));
     }
     limit = item_limit(launch, device::group_sum(load, device::kWarpSize));
-    grow<Tile>(cut, limit);
+    finer_from = launch.sequences;
+    if (cuts_finer(launch, limit)) {
+      limit = kDealtKeys;
+      finer_from -= ceil_div(launch.sequences, 8);
+    }
+    grow<Tile>(cut, limit_of(lane));
+  }
+
+  __device__ __forceinline__ int limit_of(int b) const {
+    return b < finer_from ? limit : kLastKeys;
   }
 
   /// first_items[b]: the number of the first item of sequence b.
@@ -145,7 +166,7 @@ struct Plan {
       int count = runs * cut.splits;
       if (first > 0 && b < launch.sequences) {
         const config::Sequence s = sequence_at(b);
-        count = runs_of<Tile>(launch, s) * cut_of<Tile>(launch, s, limit).splits;
+        count = runs_of<Tile>(launch, s) * cut_of<Tile>(launch, s, limit_of(b)).splits;
       }
       const int sum = all + device::warp_inclusive_sum(b < launch.sequences ? count : 0);
       if (b < launch.sequences) first_items[b + 1] = sum;
@@ -178,7 +199,7 @@ struct Plan {
            .splits = device::from_lane(cut.splits, batch)};
     } else {
       s = sequence_at(batch);
-      c = cut_of<Tile>(launch, s, limit);
+      c = cut_of<Tile>(launch, s, limit_of(batch));
     }
     return item_of<Tile>(launch, s, c, launch.first_sequence + batch, index - first_items[batch]);
   }

@@ -158,8 +158,7 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
   launch.copies_tables =
       p.block_tables != nullptr && std::int64_t{p.batch} * p.max_blocks <= kTableEntries;
   launch.guesses = p.block_tables != nullptr && p.max_q == 1 && p.k_start == nullptr &&
-                   p.seq_lens != nullptr && !p.leaves_shared &&
-                   p.batch <= device::kWarpSize;
+                   p.seq_lens != nullptr && !p.leaves_shared;
   if constexpr (Tile::kSharesQueries) {
     if (launch.guesses && takes_cluster<Tile>(p)) return launch_clusters<Tile>(launch, stream);
   }

@@ -57,7 +57,8 @@ __device__ __forceinline__ int column_of_lane() {
 }
 
 /// Brings the first tiles of item `index` to L2 if lengths and block tables stay what they are
-/// while the kernels ahead still run, which only a guess may read. One warp, sequence b its lane b.
+/// while the kernels ahead still run, which only a guess may read. One warp, sequence b its lane b;
+/// later ones are not looked at.
 template <class Tile>
 __device__ __forceinline__ void prefetch_guess(const Launch& launch, int index) {
   const AttentionParams& p = launch.attention;
@@ -72,7 +73,11 @@ __device__ __forceinline__ void prefetch_guess(const Launch& launch, int index) 
     cut = leaves_of<Tile>(launch, s);
     load = load_of<Tile>(runs, cut);
   }
-  const int limit = item_limit(launch, device::group_sum(load, device::kWarpSize));
+  load = device::group_sum(load, device::kWarpSize);
+  if (launch.sequences > device::kWarpSize)  // those after are as long, more or less
+    load = load / device::kWarpSize * launch.sequences;
+  int limit = item_limit(launch, load);
+  if (cuts_finer(launch, limit)) limit = kDealtKeys;
   grow<Tile>(cut, limit);
   const int count = runs * cut.splits;
   const int sum = device::warp_inclusive_sum(count);
