@@ -19,6 +19,12 @@ constexpr int kVector = 16;                      // bytes of one copy of x
 constexpr int kVectors = kRowBytes / kVector;    // of a row of x in a stage
 constexpr int kPieceRows = 64;                   // rows of x that the epilogue takes at a time
 
+/// Whether wgmma meets the weight as 16-bit floats that it is not.
+template <class X>
+constexpr bool expands(WeightFormat format) {
+  return format != WeightFormat::kDense && sizeof(X) != 1;
+}
+
 /// kConsumers_ warpgroups of 64 weight rows each by up to kRows_ rows of x. X: T, or std::uint8_t,
 /// which stands for e4m3.
 template <class T_, class X_, WeightFormat kFormat_, int kConsumers_, int kRows_>
@@ -28,24 +34,27 @@ struct Tile {
   static constexpr bool kFp8X = sizeof(X) == 1;
   static constexpr WeightFormat kFormat = kFormat_;
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
-  static constexpr bool kExpands = kFormat != WeightFormat::kDense && !kFp8X;
+  static constexpr bool kExpands = expands<X>(kFormat);
   static constexpr int kDepth = kRowBytes / static_cast<int>(sizeof(X));  // columns of K a stage
   static constexpr int kConsumers = kConsumers_, kRows = kRows_;
   static constexpr int kCols = kConsumers * kWarpgroupRows;
   static constexpr int kMultipliers = kConsumers * kWarpgroup;  // threads
   static constexpr int kProducers = kWarpgroup;
   // Where a stage takes less time to multiply than to request, warps request stages by turns.
-  static constexpr int kTurns = kConsumers == 1 ? kProducers / device::kWarpSize : 1;
+  static constexpr int kTurns = kRows <= 32 ? kProducers / device::kWarpSize : 1;
   static constexpr int kTeam = kProducers / kTurns;  // threads that bring a stage
   static constexpr int kThreads = kMultipliers + kProducers;
-  static constexpr int kBlocksPerSm = kConsumers == 1 ? 2 : 1;
+  static constexpr int kBlocksPerSm = kRows <= 32 ? 2 : 1;
+  // A thread's, of producers and of consumers, where there are two warpgroups of those.
+  static constexpr int kFewRegisters = kBlocksPerSm == 2 ? 40 : 88;
+  static constexpr int kManyRegisters = kBlocksPerSm == 2 ? 96 : 208;
   // Twice the sums are kept: of a segment of K, and of those before it.
   static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == 128;
   static constexpr int kWeightBytes = kCols * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
   static constexpr int kStageBytes =
       kRows * kRowBytes + kWeightBytes + (kInt4 ? 2 * (2 * kCols + round_up(kCols, 128)) : 16);
   static constexpr int kStages =
-      std::min(16, (kBlocksPerSm == 2 ? 96 : 200) * 1024 / kStageBytes);
+      std::min(16, (kBlocksPerSm == 1 ? 200 : kConsumers == 1 ? 96 : 86) * 1024 / kStageBytes);
 };
 
 struct Launch {
