@@ -49,7 +49,7 @@ WHOLE_MODELS = {
     "llm": ("case", "options", "requests", "prompt", "output", "tok_s", "ttft_ms", "itl_ms_p50",
             "itl_ms_p99", "mbu", "mfu", "seconds", "start_s", "captured_s"),
     "transformers": ("impl", "mode", "batch", "prompt", "output", "tok_s", "ms", "ttft_ms"),
-    "quality": ("scheme", "method", "options", "loss", "rise", "seconds"),
+    "quality": ("scheme", "method", "options", "loss", "rise"),
     "load": ("gb", "seconds", "gb_s", "ready_s", "host_gb"),
 }  # fmt: skip
 
