@@ -219,7 +219,7 @@ def plan(
         (1, {"dtype": "float32", "invariant": True}, "simple"),
         (8, {"hopper": True}, "strips"),
         (9, {"hopper": True}, "cluster"),
-        (33, {"hopper": True}, "library"),
+        (64, {"hopper": True}, "cluster"),
         (9, {"hopper": True, "library": False}, "cluster"),
         (8, {"hopper": True, "format": "int4"}, "digits"),
         (9, {"hopper": True, "format": "int4"}, "cluster"),
@@ -246,14 +246,14 @@ def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
     assert plan(M, 4096, 4096, **options)["path"] == path  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("N", "K"), [(14336, 4096), (4096, 14336), (2048, 2048)])
+@pytest.mark.parametrize(("N", "K"), [(5120, 5120), (28672, 4096), (2048, 2048)])
 def test_dense_products_of_other_sizes_are_the_library_s(N: int, K: int) -> None:
     assert plan(32, N, K, hopper=True)["path"] == "library"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", [None, "silu_mul"])
-@pytest.mark.parametrize(("M", "N", "K"), [(9, 4096, 4096), (32, 4128, 5000), (17, 6144, 4096)])
+@pytest.mark.parametrize(("M", "N", "K"), [(9, 4096, 4096), (32, 4128, 5000), (49, 6144, 4096)])
 def test_dense_products_of_the_cluster_kernel(
     M: int, N: int, K: int, activation: str | None
 ) -> None:
@@ -313,6 +313,7 @@ def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
         (6144, 4096, "fp8_fp8", (64, 1)),
         (28672, 4096, "fp8_fp8", (112, 1)),
         (4096, 14336, "int4", (112, 6)),
+        (4096, 14336, "fp8", (64, 2)),
         (6144, 4096, "int4", (112, 2)),
         (28672, 4096, "int4", (112, 1)),
         (1024, 512, "fp8_fp8", (64, 1)),

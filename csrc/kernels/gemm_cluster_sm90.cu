@@ -117,10 +117,12 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.steps = ceil_div(p.K, kCols);
   const int tiles = ceil_div(p.out_cols(), params.box_rows) *
                     static_cast<int>(ceil_div<std::int64_t>(p.M, kTokens));
-  // A dense weight's blocks that have an SM each take all of its memory for their rings. H200, 64
-  // rows, us: 4096 x 4096 12.3 and 11.4, 14336 x 4096 33.6 and 30.9; but fp8 by fp8 7.3 and 8.0.
-  const bool alone = kFormat == WeightFormat::kDense &&
-                     tiles * segments <= gemm_config::kClusters[0];
+  // Where stages are long, blocks that have an SM each take all of its memory for their rings.
+  // H200, 64 rows, us: bf16 at 4096 x 4096 12.3 and 11.4, at 14336 x 4096 33.6 and 30.9; fp8 by
+  // bf16 10.6 and 9.1, 29.7 and 21.1. But fp8 by fp8 7.3 and 8.0, fp8 by 16 rows 7.2 and 8.3.
+  constexpr bool kLong = kFormat == WeightFormat::kDense ||
+                         (kFormat == WeightFormat::kFp8 && !kFp8X && kTokens == 64);
+  const bool alone = kLong && tiles * segments <= gemm_config::kClusters[0];
   params.shared_bytes = gemm_config::kShareOfSm * (alone ? 2 : 1);
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);

@@ -142,8 +142,8 @@ constexpr std::int32_t blocks_per_sm(std::int32_t tiles, std::int32_t segments) 
 
 /// Tile and segments of K of the cluster kernel: those whose fullest SM has the least to do. A
 /// stage of 128 columns costs a block the rows of its tile and as much as 40 more, a further
-/// segment half a stage, or six where stages are as fast as fp8 by fp8; a block that expands alone
-/// on its SM hides less. Of 56 cases on an H200 (int4, fp8 by fp8, bf16, 16 to 64 rows, eight
+/// segment half a stage, or six where stages are as fast as fp8 by fp8; a block that expands int4
+/// alone on its SM hides less. Of 56 cases on an H200 (int4, fp8 by fp8, bf16, 16 to 64 rows, eight
 /// shapes) the choice is 1% from the best on average, 10% at most. Clusters of up to six blocks,
 /// since of seven 32 do not always run at once, and 640 columns a block at least. The warpgroups of
 /// a tile of 64 rows take stages by turns, an order of K of their own: not where bits may not
@@ -151,7 +151,7 @@ constexpr std::int32_t blocks_per_sm(std::int32_t tiles, std::int32_t segments) 
 constexpr void cut_for_cluster(const Shape& shape, Config& config) {
   constexpr std::int32_t kColumns = 640, kMost = 6;
   const bool int4 = shape.format == WeightFormat::kInt4;
-  const bool dense = shape.format == WeightFormat::kDense, gated = is_gated(shape.activation);
+  const bool gated = is_gated(shape.activation);
   const std::int32_t stages = ceil_div(shape.K, 2 * kBlockCols);
   const double further = shape.byte_x ? 6.0 : 0.5;
   double best = 0.0;
@@ -163,7 +163,7 @@ constexpr void cut_for_cluster(const Shape& shape, Config& config) {
     for (std::int32_t segments = 1; segments <= kMost; ++segments) {
       const std::int32_t blocks = blocks_per_sm(tiles, segments);
       if (segments > 1 && (blocks > 2 || segments * kColumns > shape.K)) break;
-      const double alone = blocks == 1 && !dense && !shape.byte_x ? 1.15 : 1.0;
+      const double alone = blocks == 1 && int4 ? 1.15 : 1.0;
       const double time =
           alone * blocks * (rows + 40) * (ceil_div(stages, segments) + further * (segments - 1));
       if (best != 0.0 && time >= best) continue;
@@ -231,12 +231,15 @@ constexpr void cut_for_tiles(const Shape& shape, Config& config) {
 }
 
 /// Where the cluster kernel, chained and one launch, beats cuBLASLt's split of K, a kernel that
-/// adds its parts and their gaps. H200, bf16, 32 rows, us: 4096 x 4096 12.7 and 13.5, 4096 x
-/// 6144 16.8 and 16.6 (the kernel after it then starts 0.9 earlier), 14336 x 4096 34.8 and 33.8; 64
-/// rows 15.4 and 13.8. Nothing smaller was measured.
+/// adds its parts and their gaps. H200, bf16, 16, 32 and 64 rows, us, one run: 4096 x 4096 10.7,
+/// 10.8, 11.4 and 13.3, 13.5, 12.4; 4096 x 6144 15.3, 15.6, 16.4 and 16.5, 16.7, 16.8; 14336 x 4096
+/// 29.5, 29.7, 31.0 and 33.1, 34.2, 36.7; 4096 x 14336 29.2, 29.5, 30.1 and 31.9, 32.7, 35.1; 8192
+/// x 8192 34.2, 34.2, 35.0 and 35.8, 36.7, 38.4. Not 5120 x 5120: 17.0, 17.7, 21.5 and 16.4, 16.6,
+/// 16.8; 2560 x 4096 with 64 rows 8.8 and 8.6.
 constexpr bool cluster_beats_library(const Shape& shape) {
   const std::int64_t elements = std::int64_t{shape.N} * shape.K;
-  return shape.M <= 32 && elements >= 4096 * 4096 && elements <= 6144 * 4096;
+  return (elements >= 4096 * 4096 && elements <= 4096 * 6144) ||
+         (elements >= 4096 * 14336 && elements <= 8192 * 8192);
 }
 
 /// Where bits may not depend on M: the cluster kernel and the experts' add the same products in the
