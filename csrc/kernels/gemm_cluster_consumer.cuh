@@ -198,8 +198,8 @@ struct Consumer {
   }
 
   /// The same of int4 stages that lie in one group: words and scales of the next stage are fetched
-  /// ahead of the expansion of the second half. H200, 16 rows, us: 8192 x 8192 18.7 and 17.2, 4096 x
-  /// 28672 30.0 and 28.6. Registers are few with 64 rows: 4096 x 4096 9.9 and 10.6.
+  /// ahead of the expansion of the second half. H200, 16 rows, us: 8192 x 8192 18.7 and 17.2, 4096
+  /// x 28672 30.0 and 28.6. Registers are few with 64 rows: 4096 x 4096 9.9 and 10.6.
   __device__ void run_ahead(Fixed& fixed, const char* ring, const Places& places, int count,
                             int turn, int turns) {
     if (turn >= count) return;
