@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,6 @@ from ridgeline import quantize_checkpoint
 from ridgeline._quantize.folding import Fold, LayerWeights, folds_of
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.loader import LoadOptions, assemble, build_decoder, load_decoder
-from ridgeline.models.specs import SPECS
 from ridgeline.models.weights import Checkpoint, parameters
 from test_models import load, logits_of
 from tiny_model import one_thread  # noqa: F401
@@ -85,11 +85,14 @@ def test_every_family_is_quantised(tmp_path: Path, family: str, overrides: dict)
     assert (actual - expected).norm() < 0.6 * expected.norm()  # others are 1.4 apart
 
 
-def test_no_norm_feeds_two_products() -> None:
-    """Folding would divide it twice."""
-    for spec in SPECS.values():
-        norms = [spec.weights[f"layers.{{i}}.{kind}"] for kind in ("attention_norm", "mlp_norm")]
-        assert norms[0] != norms[1], spec.model_type
+def test_a_norm_that_feeds_two_products_is_left(tmp_path: Path) -> None:
+    """Both would divide it."""
+    tiny_model.save_model(tmp_path, "gpt_neox")
+    config = ModelConfig.from_path(tmp_path)
+    assert [fold.norm for fold in folds_of(config)] == ["attention_norm", None, "mlp_norm"]
+    norm = config.spec.weights["layers.{i}.attention_norm"]
+    spec = replace(config.spec, weights={**config.spec.weights, "layers.{i}.mlp_norm": norm})
+    assert [fold.norm for fold in folds_of(replace(config, spec=spec))] == [None]
 
 
 def test_experts_have_no_order_of_their_own(tmp_path: Path):

@@ -34,6 +34,12 @@ class Fold:
 
 def folds_of(config: ModelConfig) -> Iterator[Fold]:
     """Those of a layer, in an order in which they may be done one after the other."""
+    weights = config.spec.weights
+    shared = weights["layers.{i}.attention_norm"] == weights["layers.{i}.mlp_norm"]
+    yield from (fold for fold in _all_folds(config) if fold.norm is None or not shared)
+
+
+def _all_folds(config: ModelConfig) -> Iterator[Fold]:
     query, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     yield Fold("qkv", norm="attention_norm")
     heads = (config.num_kv_heads, config.num_heads // config.num_kv_heads, config.head_dim)
