@@ -12,7 +12,7 @@ import torch
 
 import tiny_model
 from ridgeline import LLM, SamplingParams, ops
-from ridgeline.graphs import DecodeGraphs, GraphKey, shared_bucket
+from ridgeline.graphs import GraphKey, StepGraphs, shared_bucket
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.linear import DenseLinear
 from ridgeline.models.weights import parameters
@@ -89,26 +89,26 @@ def test_shared_prefixes_are_computed_once(folder: Path):
         assert llm.stats().prefix_hit_tokens == 3 * 64
 
 
-class EagerGraphs(DecodeGraphs):
+class EagerGraphs(StepGraphs):
     """Runs what a graph would replay: padded steps, without a GPU."""
 
     def run(self, key: GraphKey, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         self.logits.fill_(float("nan"))
-        self.logits[: key[1]].copy_(compute())
+        self.logits[: key.rows].copy_(compute())
         self.used = {*getattr(self, "used", ()), key}
-        return self.logits[: key[1]]
+        return self.logits[: key.rows]
 
 
 def test_padded_decode_steps_are_those_without_padding(folder: Path, params, alone):
     with open_llm(folder) as llm:
         runner = llm._parts.runner
         runner.asynchronous = True
-        runner._graphs = EagerGraphs(8, tiny_model.VOCAB, like=runner._model.embedding)
+        runner._graphs = EagerGraphs(8, 8192, tiny_model.VOCAB, like=runner._model.embedding)
         several = dataclasses.replace(params, n=2)
         assert tokens(llm, PROMPTS, params) == alone
         assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:3], several)] == alone[:3]
         assert tokens(llm, PROMPTS[0], params) == alone[:1]
-        assert runner._graphs.used >= {(8, 8, 0), (1, 1, 0)}
+        assert runner._graphs.used >= {(8, 8, 1, 0), (1, 1, 1, 0), (32, 8, 32, 0), (192, 8, 192, 0)}
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "padded"])
@@ -129,7 +129,7 @@ def test_blocks_in_common_are_named_to_attention(folder: Path, graphs: bool, mon
     with open_llm(folder) as llm:
         runner = llm._parts.runner
         if graphs:
-            runner._graphs = EagerGraphs(8, tiny_model.VOCAB, like=runner._model.embedding)
+            runner._graphs = EagerGraphs(8, 8192, tiny_model.VOCAB, like=runner._model.embedding)
         assert tokens(llm, prompts, GREEDY) == expected
         assert given == {0, 8 if graphs else 9}  # a graph for 8, not for each count
     given.clear()

@@ -53,7 +53,8 @@ Arena Batch::arena(std::int64_t tokens, std::int64_t seqs, std::int64_t rows) co
   layout.place(Section::kSlots, t, 0, slots);
   layout.place(Section::kSeqLens, b, 0, seq_lens);
   const std::span<std::int32_t> starts = layout.place(Section::kCuQ, b + 1, 0, cu_q);
-  for (std::int32_t i = num_seqs(); i < b; ++i) starts[i + 1] = std::min(starts[i] + 1, t);
+  for (std::int32_t i = num_seqs(); i < b; ++i)
+    starts[i + 1] = i + 1 == b ? t : std::min(starts[i] + 1, t);
   layout.place(Section::kTableRows, b, 0, table_rows);
   layout.place(Section::kLogitsRows, r, 0, logits_rows);
   layout.place(Section::kRowPositions, r, 0, row_positions);

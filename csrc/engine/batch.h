@@ -61,7 +61,8 @@ struct Batch {
   }
 
   /// The arena, padded to these counts; 0 is no padding. Padding tokens go to slot 0 of the dummy
-  /// block; padding sequences have length 0 and take one padding token each while there are some.
+  /// block; padding sequences have length 0 and take a padding token each while there are some, the
+  /// last one all that are left.
   Arena arena(std::int64_t tokens = 0, std::int64_t seqs = 0, std::int64_t rows = 0) const;
 
   /// A hash of everything that the step computes.

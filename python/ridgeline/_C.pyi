@@ -208,9 +208,9 @@ class engine:
 
             A smaller count than the batch has is an error, 0 means no padding. Padding tokens
             have id 0, position 0 and slot 0 (in the dummy block); a padding sequence has
-            ``seq_len`` 0, table row 0 and one padding token each as long as there are some;
-            tokens left over belong to no sequence. Padding rows point at token 0 and have
-            sequence id -1 and position 0.
+            ``seq_len`` 0, table row 0 and a padding token as long as there are some, the last one
+            all that are left. Padding rows point at token 0 and have sequence id -1 and
+            position 0.
             """
 
     class Arena:

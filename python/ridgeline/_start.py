@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ridgeline.graphs import MIXED_TOKENS, mixed_seqs
 from ridgeline.kv_cache import KVCache, KVCacheLayout, blocks_for_cpu, blocks_for_cuda
 from ridgeline.memory import MemoryLine, MemoryPlan, plan_memory, step_cost, tensor_bytes
 from ridgeline.models.config import ModelConfig
@@ -131,15 +132,18 @@ class Starter:
 
     def _measure(self, decoder: Decoder) -> dict[str, int]:
         """What the largest prefill step takes, and for the pool of the graphs as much as the
-        largest decode step."""
+        largest step that gets a graph."""
         device, options = self._device, self._options
         before = torch.cuda.memory_allocated(device)
         runner = self._make(decoder, 1, self._max_model_len, 0)
         static = torch.cuda.memory_allocated(device) - before
         peaks_of = []
-        for tokens, max_q in ((options.max_num_batched_tokens,) * 2, (options.max_num_seqs, 1)):
+        most, seqs = options.max_num_batched_tokens, options.max_num_seqs
+        mixed = min(MIXED_TOKENS[-1], most)
+        steps = [(most, seqs, most), (seqs, seqs, 1), (mixed, mixed_seqs(seqs)[-1], mixed)]
+        for step in steps:
             torch.cuda.reset_peak_memory_stats(device)
-            runner.profile(tokens, max_q)
+            runner.profile(*step)
             torch.cuda.synchronize(device)
             peaks_of.append(torch.cuda.max_memory_allocated(device) - before - static)
         logits = 0
@@ -148,7 +152,7 @@ class Starter:
         return {
             "step buffers": static - logits,
             "activations of prefill": peaks_of[0],
-            "graph pool": peaks_of[1] + logits,
+            "graph pool": max(peaks_of[1:]) + logits,
         }
 
     def _account(self, taken: dict[str, int], num_blocks: int) -> tuple[MemoryLine, ...]:

@@ -1,17 +1,32 @@
-"""CUDA graphs of decode steps, and the static buffers that graphs and steps share."""
+"""CUDA graphs of steps, and the static buffers that graphs and steps share."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ridgeline._C import engine
 
-GraphKey = tuple[int, int, int]
-"""Token bucket, logits-row bucket, shared blocks: all that a captured decode step depends on."""
+
+class GraphKey(NamedTuple):
+    """All that a captured step depends on. It has as many sequences as logits rows."""
+
+    tokens: int
+    rows: int
+    max_q: int
+    shared_blocks: int
+
+
+MIXED_TOKENS = (32, 64, 128, 192, 256, 384, 512, 640, 768, 1024)
+"""Steps with prompt tokens get graphs of so many tokens. Launched one by one, their kernels take
+the host 10 to 30 ms on the machine of an H200; more tokens keep the GPU longer than that."""
+
+MIXED_SEQS = (8, 32)
+"""And of so many sequences. More would cost memory: each has its workspace of attention."""
 
 _STAGES = 2  # one is written while the other may still be copied
 _ALIGNMENT = 4
@@ -93,8 +108,8 @@ class StepBuffers:
         return self._arena[: len(arena)], self._arena[start:size]
 
 
-class DecodeGraphs:
-    """Captured decode steps by key, made when first needed; all use one memory pool.
+class StepGraphs:
+    """Captured steps by key, made when first needed; all use one memory pool.
 
     Attributes:
         replays: steps that replayed one.
@@ -102,23 +117,36 @@ class DecodeGraphs:
             them, and spares the pool a tensor of logits for each graph.
     """
 
-    def __init__(self, max_num_seqs: int, vocab: int, like: Tensor) -> None:
+    def __init__(self, max_num_seqs: int, max_tokens: int, vocab: int, like: Tensor) -> None:
+        """``max_tokens``: of a step. ``like``: a tensor of the logits' dtype and device."""
         self.buckets = decode_buckets(max_num_seqs)
+        self._mixed_seqs = mixed_seqs(max_num_seqs)
+        self._mixed_tokens = [size for size in MIXED_TOKENS if size <= max_tokens]
         self.logits = like.new_empty((max_num_seqs, vocab))
         self.replays = 0
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
-    def key(self, tokens: int, shared_blocks: int) -> GraphKey | None:
-        """The smallest bucket that holds a decode step of ``tokens``, or None."""
-        bucket = next((size for size in self.buckets if size >= tokens), None)
-        return None if bucket is None else (bucket, bucket, shared_bucket(shared_blocks))
+    def key(self, batch: engine.Batch, shared_blocks: int) -> GraphKey | None:
+        """The smallest graph that holds a step, or None."""
+        if batch.max_q > 1:
+            # A sequence more than the batch has takes the padding tokens.
+            tokens = next((size for size in self._mixed_tokens if size >= batch.num_tokens), None)
+            wanted = max(batch.num_seqs + 1, batch.num_rows)
+            seqs = next((size for size in self._mixed_seqs if size >= wanted), None)
+            if tokens is None or seqs is None:
+                return None
+            return GraphKey(tokens, seqs, tokens, 0)
+        # Several outputs may begin at one last token of a prompt: more rows than tokens.
+        wanted = max(batch.num_tokens, batch.num_rows)
+        size = next((size for size in self.buckets if size >= wanted), None)
+        return None if size is None else GraphKey(size, size, 1, shared_bucket(shared_blocks))
 
     def run(self, key: GraphKey, compute: Callable[[], Tensor]) -> Tensor:
         """The logits that ``compute`` returns, at their fixed place.
 
         Requires: ``compute`` reads and writes fixed addresses, the same ones for the same key.
         """
-        rows = key[1]
+        rows = key.rows
         graph = self._graphs.get(key)
         if graph is None:
             # The first run loads kernels and opens libraries, which a capture must not do. That
@@ -147,6 +175,11 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
     """Batch sizes that get a graph: few enough to capture, close enough to waste little."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, 1025, 64)]
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+
+
+def mixed_seqs(max_num_seqs: int) -> list[int]:
+    """The numbers of sequences that get graphs of steps with prompt tokens."""
+    return sorted({min(size, max_num_seqs) for size in MIXED_SEQS})
 
 
 def shared_bucket(blocks: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.graphs import StepBuffers
+from ridgeline.graphs import MIXED_TOKENS, StepBuffers, mixed_seqs
 from ridgeline.kv_cache import KVCacheLayout
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.weights import parameters
@@ -110,11 +110,11 @@ def plan_memory(
         extra=Sampler.words(max_num_batched_tokens + max_num_seqs),
     )
 
-    def workspace(max_q: int) -> int:
+    def workspace(seqs: int, max_q: int) -> int:
         if not on_gpu or size > 2:  # float32 runs on the CPU
             return 0
         return attention_workspace_bytes(
-            max_num_seqs, config.num_heads, config.num_kv_heads, config.head_dim, max_q,
+            seqs, config.num_heads, config.num_kv_heads, config.head_dim, max_q,
             blocks * layout.block_size, layout.dtype.itemsize,
         )  # fmt: skip
 
@@ -124,11 +124,14 @@ def plan_memory(
         MemoryLine("step buffers", buffers),
         MemoryLine("activations of prefill",
                    _activations(config, size, max_num_batched_tokens, max_num_seqs,
-                                workspace(max_num_batched_tokens))),
+                                workspace(max_num_seqs, max_num_batched_tokens))),
     ]  # fmt: skip
     if on_gpu:
-        decode = _activations(config, size, max_num_seqs, max_num_seqs, workspace(1))
-        lines.append(MemoryLine("graph pool", (decode + max_num_seqs * vocab * size) * graphs))
+        decode = _activations(config, size, max_num_seqs, max_num_seqs, workspace(max_num_seqs, 1))
+        tokens, seqs = min(MIXED_TOKENS[-1], max_num_batched_tokens), mixed_seqs(max_num_seqs)[-1]
+        mixed = _activations(config, size, tokens, seqs, workspace(seqs, tokens))
+        pool = max(decode, mixed) + max_num_seqs * vocab * size
+        lines.append(MemoryLine("graph pool", pool * graphs))
         lines.append(MemoryLine("context and kernels", CONTEXT_BYTES))
     return MemoryPlan(tuple(lines), budget, layout, num_blocks)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ridgeline import ops
 from ridgeline._C import engine
-from ridgeline.graphs import DecodeGraphs, StepBuffers
+from ridgeline.graphs import GraphKey, StepBuffers, StepGraphs
 from ridgeline.kv_cache import KVCache
 from ridgeline.models.decoder import Decoder, StepInputs
 from ridgeline.request import Candidates
@@ -110,7 +110,9 @@ class Runner:
         self._swap_space = SwapSpace(cache, host_blocks) if host_blocks else None
         self._graphs = None
         if use_graphs:
-            self._graphs = DecodeGraphs(limits.max_num_seqs, vocab, like=model.embedding)
+            self._graphs = StepGraphs(
+                limits.max_num_seqs, limits.max_num_batched_tokens, vocab, like=model.embedding
+            )
         self.sampling = Sampler(device, vocab)
         self.asynchronous = device.type == "cuda"
         # One stream orders all steps, whatever stream or device the caller has chosen.
@@ -127,10 +129,9 @@ class Runner:
 
     def _run(self, batch: engine.Batch) -> StepResult:
         key, shared = None, self._shared_blocks(batch)
-        if self._graphs is not None and batch.max_q == 1:
-            # Several outputs may begin at one last token of a prompt: more rows than tokens.
-            key = self._graphs.key(max(batch.num_tokens, batch.num_rows), shared)
-        arena = batch.arena() if key is None else batch.arena(key[0], key[0], key[1])
+        if self._graphs is not None:
+            key = self._graphs.key(batch, shared)
+        arena = batch.arena() if key is None else batch.arena(key.tokens, key.rows, key.rows)
         rows = batch.num_rows
         begin, _ = arena.offsets["row_seq_ids"]
         row_seq_ids = torch.frombuffer(arena, dtype=torch.int32)[begin : begin + rows]
@@ -148,15 +149,13 @@ class Runner:
             logits = None
         else:
             assert self._graphs is not None
-            bucket = key[2]
-            logits = self._graphs.run(key, lambda: self._logits(step, bucket))
+            logits = self._graphs.run(key, lambda: self._logits(step, key))
             hidden = None
         return self._sample(batch, step, words, hidden, logits)
 
-    def profile(self, tokens: int, max_q: int) -> None:
+    def profile(self, tokens: int, seqs: int, max_q: int) -> None:
         """Runs a step of padding, as large as given, for the memory it takes."""
-        limits, device = self._limits, self._model.embedding.device
-        seqs = min(limits.max_num_seqs, tokens)
+        device = self._model.embedding.device
         zeros = torch.zeros(max(tokens, seqs + 1), dtype=torch.int32, device=device)
         with torch.inference_mode(), self._on_stream():
             tables = self._buffers.block_tables.index_select(0, zeros[:seqs])
@@ -231,9 +230,9 @@ class Runner:
         )
         return self._model.hidden_states(inputs, self._cache).index_select(0, step.logits_rows)
 
-    def _logits(self, step: _StepArrays, shared: int) -> Tensor:
+    def _logits(self, step: _StepArrays, key: GraphKey) -> Tensor:
         blocks = self._limits.max_blocks_per_seq
-        return self._model.logits(self._hidden(step, 1, blocks, shared))
+        return self._model.logits(self._hidden(step, key.max_q, blocks, key.shared_blocks))
 
     def _sample(
         self,

@@ -60,7 +60,7 @@ void padding_is_harmless() {
   expect_equal(section(arena, Section::kInputIds), Ids{10, 11, 12, -1, 0, 0, 0, 0});
   expect_equal(section(arena, Section::kSlots), Ids{8, 9, 10, 33, 0, 0, 0, 0});
   expect_equal(section(arena, Section::kSeqLens), Ids{7, 10, 0, 0});
-  expect_equal(section(arena, Section::kCuQ), Ids{0, 3, 4, 5, 6});  // two tokens belong to nobody
+  expect_equal(section(arena, Section::kCuQ), Ids{0, 3, 4, 5, 8});
   expect_equal(section(arena, Section::kTableRows), Ids{1, 0, 0, 0});
   expect_equal(section(arena, Section::kLogitsRows), Ids{2, 3, 0});
   expect_equal(section(arena, Section::kRowSeqIds), Ids{7, 3, -1});
