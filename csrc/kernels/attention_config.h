@@ -94,10 +94,11 @@ constexpr std::int32_t max_split_count(std::int32_t head_dim, std::int32_t kv_by
 }
 
 /// The Hopper decode kernel: one sequence alone has an item for nearly every SM, and two of at
-/// least kDecodeKeys keys where it is long enough. Runs have at least kDecodeLeast keys (H200, 32
-/// sequences of 1k keys: 43 us with 64, 38 with 128), and one of at most kDecodeWhole is not cut.
+/// least kDecodeKeys keys where it is long enough (H200, 32 sequences of 8k keys: 251.5 us with
+/// 256, 249.5 with 512; one: 12.8 and 12.6). Runs have at least kDecodeLeast keys (32 sequences of
+/// 1k keys: 43 us with 64, 38 with 128), and one of at most kDecodeWhole is not cut.
 constexpr std::int32_t kDecodeItems = 128;
-constexpr std::int32_t kDecodeKeys = 256;
+constexpr std::int32_t kDecodeKeys = 512;
 constexpr std::int32_t kDecodeLeast = 128;
 constexpr std::int32_t kDecodeWhole = 512;
 
@@ -191,10 +192,12 @@ constexpr bool reads_common(const AttentionParams& p) {
          p.head_dim <= kCommonColumns && p.window == 0;
 }
 
-/// Keys of a split of these, 16 splits at most.
+constexpr std::int32_t kCommonSplits = 16;  // at most
+
+/// Keys of a split of these.
 constexpr std::int32_t common_split_keys(std::int32_t shared_keys) {
   std::int32_t keys = 1024;
-  while (ceil_div(shared_keys, keys) > 16) keys *= 2;
+  while (ceil_div(shared_keys, keys) > kCommonSplits) keys *= 2;
   return keys;
 }
 

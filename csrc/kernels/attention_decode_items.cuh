@@ -88,12 +88,13 @@ __device__ __forceinline__ int item_limit(const Launch& launch, int load) {
 /// Where a block's share is more keys than this, items are smaller, and smaller yet those of the
 /// last eighth of the sequences. They are dealt as blocks become free, for some SMs get an eighth
 /// more of the memory's bandwidth than others: with an item a block, these end early. H200, 32
-/// sequences of 8k keys: 256 us, and 248 so; 128 of 4k: 520 and 500; 32 of 200 to 8200: 160 and
-/// 143.
+/// sequences of 8k keys: 257 us, and 252 so; 128 of 4k: 519 and 505; 32 of 200 to 8200: 159 and
+/// 144. Not of 8-bit caches, whose bytes cost more to expand than to read: 141 us, and 149 so.
 constexpr int kShareKeys = 2048, kDealtKeys = 1024, kLastKeys = 512;
 
+template <class Tile>
 __device__ __forceinline__ bool cuts_finer(const Launch& launch, int limit) {
-  return launch.attention.counters != nullptr && limit > kShareKeys;
+  return !Tile::kQuantised && launch.attention.counters != nullptr && limit > kShareKeys;
 }
 
 /// Neighbours are the heads of one split: they share the block table's entries and the scales.
@@ -148,7 +149,7 @@ struct Plan {
     }
     limit = item_limit(launch, device::group_sum(load, device::kWarpSize));
     finer_from = launch.sequences;
-    if (cuts_finer(launch, limit)) {
+    if (cuts_finer<Tile>(launch, limit)) {
       limit = kDealtKeys;
       finer_from -= ceil_div(launch.sequences, 8);
     }
