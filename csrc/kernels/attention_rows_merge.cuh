@@ -48,10 +48,11 @@ struct JoinedRow {
 
 /// Four columns of kRows rows, the splits in their order; `from`: where they lie in the first. A
 /// trip to the L2 cache takes far longer than its sums, so 16 values are on their way at once.
-template <int kRows>
+/// weigh() leaves the rows' weights, while the first of them come.
+template <int kRows, class Weigh>
 __device__ __forceinline__ void add_splits(const JoinedRow (&rows)[kRows],
                                            const float* const (&from)[kRows], std::int64_t step,
-                                           int splits, float4 (&sums)[kRows]) {
+                                           int splits, Weigh&& weigh, float4 (&sums)[kRows]) {
   constexpr int kTogether = 16 / kRows;
 #pragma unroll
   for (auto& sum : sums) sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -63,9 +64,11 @@ __device__ __forceinline__ void add_splits(const JoinedRow (&rows)[kRows],
       for (int i = 0; i < kTogether; ++i)
         values[r][i] = ptx::load_from_l2(
             reinterpret_cast<const float4*>(from[r] + min(first + i, splits - 1) * step));
+    if (first == 0) weigh();
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
-      const float held = rows[r].weights[first / device::kWarpSize == 0 ? 0 : 1];
+      // Not an index, which would put the weights into local memory.
+      const float held = first < device::kWarpSize ? rows[r].weights[0] : rows[r].weights[1];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
         const float weight = device::from_lane(held, first % device::kWarpSize + i);
@@ -106,15 +109,18 @@ __device__ __forceinline__ void merge_splits(const Launch& launch, const Work& w
   request(warp * kRows);
   for (int row = warp * kRows; row < work.rows; row += warps * kRows) {
     JoinedRow joined[kRows];
-#pragma unroll
-    for (int r = 0; r < kRows; ++r) joined[r].weigh(next[r]);
-    request(row + warps * kRows);
     for (int first = 0; first < p.head_dim; first += JoinedRow::kColumns) {
       const int column = first + JoinedRow::lane() * 4, here = min(column, p.head_dim - 4);
       const float* const from[kRows] = {partials.sums(index_of(row)) + here,
                                         partials.sums(index_of(row + 1)) + here};
       float4 sums[kRows];
-      add_splits(joined, from, step * p.head_dim, splits, sums);
+      const auto weigh = [&] {
+        if (first > 0) return;
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) joined[r].weigh(next[r]);
+        request(row + warps * kRows);
+      };
+      add_splits(joined, from, step * p.head_dim, splits, weigh, sums);
 #pragma unroll
       for (int r = 0; r < kRows; ++r) {
         if (row + r >= work.rows) break;

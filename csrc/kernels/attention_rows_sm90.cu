@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   static_assert(sizeof(Shared<Tile>) <= (Tile::kBlocks == 2 ? 113 : 227) * 1024);
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<Shared<Tile>*>(memory);
-  ptx::launch_dependents();
+  if constexpr (!Tile::kCommon) ptx::launch_dependents();
   if (threadIdx.x == 0) {
     shared.make_barriers();
     ptx::prefetch_tensor_map(&launch.q);
@@ -37,7 +37,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     ptx::prefetch_tensor_map(&launch.v);
   }
   __syncthreads();  // the barriers are made
-  ptx::wait_for_dependencies();
+  if (!launch.follows_common) ptx::wait_for_dependencies();
+  // Once all its blocks have waited, the kernel of the other keys need not: that one's blocks begin
+  // as this one's end. H200, 64 sequences with 8k common keys: 49.1 us, and 48.0 so.
+  if constexpr (Tile::kCommon) ptx::launch_dependents();
   const int warp = device::warp_index();
   constexpr int kConsumerWarps = Tile::kConsumerThreads / device::kWarpSize;
   if (warp < kConsumerWarps) {
@@ -49,6 +52,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
   }
   if (launch.clears)
     attention_tile::clear_unowned_rows<typename Tile::T>(launch.attention, blockIdx.x, gridDim.x);
+  if (launch.follows_common) ptx::wait_for_dependencies();  // what comes next needs both results
 #endif
 }
 
@@ -91,35 +95,42 @@ __global__ void __launch_bounds__(kMergeThreads)
   const Partials partials{launch};
   const Work work{.kv_head = head / launch.group};
   const std::int64_t from = partials.index(work, token * launch.group + head % launch.group, 0);
+  T* out = static_cast<T*>(p.out) + static_cast<std::int64_t>(item) * p.head_dim;
+  float* own_lse = p.lse + head * p.stride_lse_head + token;
+  const int column = JoinedRow::lane() * 4, here = min(column, p.head_dim - 4);
+  static_assert(config::kCommonColumns <= JoinedRow::kColumns);
+  // All is on its way at once.
+  float4 values[config::kCommonSplits];
+#pragma unroll
+  for (int i = 0; i < config::kCommonSplits; ++i)
+    if (i < launch.max_splits)
+      values[i] = ptx::load_from_l2(reinterpret_cast<const float4*>(
+          partials.sums(from) + std::int64_t{i} * launch.max_rows * p.head_dim + here));
   float lse[JoinedRow::kPerLane];
   load_lse(partials.lse(from, 1), launch.max_rows, launch.max_splits, lse);
-  float* own_lse = p.lse + head * p.stride_lse_head + token;
-  JoinedRow rows[1];
-  JoinedRow& joined = rows[0];
+  const float own = *own_lse * device::kLog2E;
+  const auto own_values = device::floats(device::load_vec<4>(out + here));
+  JoinedRow joined;
   joined.weigh(lse);
   if (joined.total == 0.0f) return;
-  const float own = *own_lse * device::kLog2E;
   const float base = fmaxf(joined.largest, own);
   const float keep = device::part_weight(joined.largest, base);
   const float weight = device::part_weight(own, base);
   const float total = joined.total * keep + weight;
   const device::RowEnd end = device::end_of_row(base, total, device::kMinusInfinity);
-  T* out = static_cast<T*>(p.out) + static_cast<std::int64_t>(item) * p.head_dim;
-  const int column = joined.lane() * 4;
-  static_assert(config::kCommonColumns <= JoinedRow::kColumns);
-  const float* const values_from[1] = {partials.sums(from) + min(column, p.head_dim - 4)};
-  float4 sums[1];
-  add_splits(rows, values_from, std::int64_t{launch.max_rows} * p.head_dim, launch.max_splits,
-             sums);
-  float4& sum = sums[0];
-  if (column < p.head_dim) {
-    const auto values = device::floats(device::load_vec<4>(out + column));
-    sum.x = sum.x * keep + weight * values.data[0];
-    sum.y = sum.y * keep + weight * values.data[1];
-    sum.z = sum.z * keep + weight * values.data[2];
-    sum.w = sum.w * keep + weight * values.data[3];
-    attention_tile::store_scaled(out + column, sum, end.factor);
+  float sums[4] = {};
+#pragma unroll
+  for (int i = 0; i < config::kCommonSplits; ++i) {
+    if (i >= launch.max_splits) break;
+    const float part = device::from_lane(joined.weights[0], i);
+    sums[0] += part * values[i].x, sums[1] += part * values[i].y;
+    sums[2] += part * values[i].z, sums[3] += part * values[i].w;
   }
+#pragma unroll
+  for (int c = 0; c < 4; ++c) sums[c] = sums[c] * keep + weight * own_values.data[c];
+  if (column < p.head_dim)
+    attention_tile::store_scaled(out + column, make_float4(sums[0], sums[1], sums[2], sums[3]),
+                                 end.factor);
   __syncwarp();  // all lanes have read lse
   if (joined.lane() == 0) *own_lse = end.lse;
 }
@@ -192,7 +203,9 @@ void rows_sm90(const AttentionParams& p, Stream stream) {
     using T = typename decltype(type)::type;
     using Tile = OwnTile<T, size>;
     Launch launch = launch_of<Tile>(p, p.workspace);
-    launch.max_splits = config::max_row_splits(p.max_k);
+    const int shared_keys = p.leaves_shared ? p.shared_keys / kKeys * kKeys : 0;
+    launch.max_splits = config::max_row_splits(p.max_k - shared_keys);
+    launch.follows_common = p.leaves_shared;
     launch.max_rows = config::max_split_rows(p.max_q, launch.group);
     launch.clears = config::packs_all(p) && p.cu_q != nullptr;
     launch.least_rows = config::packs_all(p) ? 1 : config::kMmaRows + 1;

@@ -1,5 +1,6 @@
 #pragma once
 #include "device/divisor.cuh"
+#include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/global_order.cuh"
 #include "kernels/attention_sm90.cuh"
 
@@ -61,6 +62,7 @@ struct Launch {
   int tiles;            // of rows, before common keys
   int least_rows;       // of a sequence that is not left to the kernel of few rows
   bool clears;          // rows of no sequence, since no kernel of few rows does
+  bool follows_common;  // which has waited for the kernels ahead, and whose end is awaited last
   void* workspace;
 };
 
@@ -250,6 +252,7 @@ struct Bringer {
   const Launch& launch;
   Shared<Tile>& shared;
   Ring<Tile::kSlots> ring{.parity = 1};  // the first wait on a fresh barrier passes
+  const std::uint64_t policy = ptx::evict_first();
 
   __device__ static int box() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
 
@@ -274,8 +277,15 @@ struct Bringer {
     __syncwarp();  // the bytes are announced
     if (box() < launch.boxes) {
       const int part = box() % Tile::kParts, first = box() / Tile::kParts * launch.box_rows;
-      ptx::copy_tensor_4d(target[part][first], &map, full, part * kColumns, place.row, kv_head,
-                          place.batch);
+      // What is read once makes room at once; several tiles of rows read the common keys. H200,
+      // 8 sequences of 4k keys, five queries: 47.0 us, and 44.4 so.
+      if constexpr (Tile::kCommon) {
+        ptx::copy_tensor_4d(target[part][first], &map, full, part * kColumns, place.row, kv_head,
+                            place.batch);
+      } else {
+        ptx::copy_tensor_4d(target[part][first], &map, full, part * kColumns, place.row, kv_head,
+                            place.batch, policy);
+      }
     }
     __syncwarp();  // before the warp waits as one again
     ring.next();
