@@ -128,7 +128,7 @@ void launch(const GemmParams& p, Stream stream) {
                      params.chunks * kChunkBlocks * block_bytes(rows);
   device::launch_chained<digits_sm90_kernel<T, kSpan, kTiles>>(
       dim3(blocks), dim3(kThreads + finishers_of(p) * 32),
-      std::max(shared, gemm_config::kShareOfSm), stream, params, "linear: digits");
+      std::max(shared, gemm_config::kShareOfStrips), stream, params, "linear: digits");
 }
 
 template <class T, int kSpan>

@@ -144,7 +144,7 @@ void launch(const GemmParams& p, Stream stream) {
                      static_cast<int>(p.M) * (params.pitch + (params.chunks + 1) * 4);
   device::launch_chained<strips_sm90_kernel<T, E, kFormat, kFp8X>>(
       dim3(blocks), dim3(kThreads + finishers_of(p) * 32),
-      std::max(shared, gemm_config::kShareOfSm), stream, params, "linear: strips");
+      std::max(shared, gemm_config::kShareOfStrips), stream, params, "linear: strips");
 }
 
 template <class T>
