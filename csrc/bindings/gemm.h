@@ -5,6 +5,8 @@
 #include <string>
 
 #include "bindings/backend.h"
+#include "bindings/norm.h"
+#include "bindings/quantize.h"
 #include "common/math.h"
 #include "kernels/gemm.h"
 
@@ -260,7 +262,7 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_sc
                   const OptionalTensor& bias, const OptionalTensor& x_scale,
                   const std::string& out_dtype, const std::string& activation,
                   const OptionalTensor& residual, const OptionalTensor& norm_weight,
-                  double norm_eps, bool batch_invariant, bool weights_ready) {
+                  double norm_eps, bool quantize_x, bool batch_invariant, bool weights_ready) {
   const Backend on(x, "x");
   const GemmOptions options{bias,     activation,      residual,     norm_weight,
                             norm_eps, batch_invariant, weights_ready};
@@ -279,6 +281,18 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_sc
                    .stride_row = N > 1 ? weight.stride(0) : K,
                    .scales = weight_scale.data_ptr(),
                    .scale_layout = scale_layout_of(weight_scale, N, K)};
+  if (quantize_x) {
+    check(!is_fp8, "quantize_x: expected False for x of ", name_of(DType::kFloat8E4M3));
+    if constexpr (Backend::kIsCuda)
+      params.x.to_codes = params.M > 0 && N > 0 && gemm_makes_codes(params);
+    if (!params.x.to_codes) {
+      const auto [codes, scale] =
+          norm_weight ? rmsnorm_quant<Backend>(x, *norm_weight, norm_eps, 0.0, "fp8", weights_ready)
+                      : quantize_fp8<Backend>(x, "row");
+      return fp8_linear<Backend>(codes, weight, weight_scale, bias, scale, out_dtype, activation,
+                                 residual, {}, 0.0, false, batch_invariant, weights_ready);
+    }
+  }
   run_gemm(on, x, params);
   return y;
 }

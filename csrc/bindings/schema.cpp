@@ -65,7 +65,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def(
       "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? x_scale, "
       "str out_dtype, str activation, Tensor? residual, Tensor? norm_weight, float norm_eps, "
-      "bool batch_invariant, bool weights_ready) -> Tensor");
+      "bool quantize_x, bool batch_invariant, bool weights_ready) -> Tensor");
   m.def(
       "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor x_scale, Tensor? bias, "
       "str out_dtype, str activation, Tensor? residual, bool batch_invariant, bool weights_ready) "

@@ -192,6 +192,13 @@ std::size_t gemm_workspace_bytes(const GemmParams& params) {
   return plan_of(params).total;
 }
 
+bool gemm_makes_codes(const GemmParams& params) {
+  const Plan plan = plan_of(params);
+  return params.weight.format == WeightFormat::kFp8 && params.M == 1 &&
+         params.K <= gemm_config::kCodesCols && plan.config.path == Path::kStrips &&
+         !plan.prepares;
+}
+
 void gemm(const GemmParams& params, Stream stream) {
   if (params.M == 0 || params.N == 0) return;
   const Plan plan = plan_of(params);

@@ -69,6 +69,7 @@ struct GemmInput {
   bool scale_per_row = false;                 // scale is [M], else one value, ...
   bool scale_per_group = false;               // ... or [M, ceil(K / 128)], of the values of x
   const std::int32_t* perm = nullptr;         // column c of the weight meets perm[c] of x
+  bool to_codes = false;                      // one row that becomes e4m3, normalized or not
   const void* norm_weight = nullptr;          // rmsnorm over the row first; or null
   DType norm_dtype = DType::kFloat32;
   float norm_eps = 0.0f;
@@ -99,6 +100,10 @@ struct GemmParams {
 
 /// Bytes that gemm() needs on the current device. A function of shapes, strides and addresses.
 std::size_t gemm_workspace_bytes(const GemmParams& params);
+
+/// Whether gemm() takes `x.to_codes` on the current device: else quantize() or rmsnorm() makes
+/// the codes.
+bool gemm_makes_codes(const GemmParams& params);
 
 /// Enqueues one to three kernels; allocates nothing on the device.
 void gemm(const GemmParams& params, Stream stream);

@@ -17,6 +17,7 @@ constexpr int kStripsRows = 8;      // Hopper: the most rows of the strips and t
 constexpr int kDigitsCols = 512;    // columns of K that a warp of the latter takes at a time
 constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
+constexpr int kCodesCols = 16384;   // columns of a row whose codes the strips kernel makes
 constexpr int kTileCols = 128;      // weight rows a block of the tile kernel owns
 constexpr int kWarpsWanted = 1500;  // 11 an SM of 132: with 8 KB each in flight, the bus is full
 constexpr int kBlocksWanted =

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, kTiles == 1 ? 
   __syncthreads();  // the barriers are made, and x is whole
 
   if (warp >= kWarps)
-    return finish_strips<T>(p, params.order, barriers.sums, sums_at, barriers.squares);
+    return finish_strips<T>(p, params.order, barriers.sums, sums_at, barriers.squares, nullptr);
 
   const XOfLane<kTiles> x_lane(x, spans, rows, lane);
   const int strips = params.order.strips(blockIdx.x);

@@ -184,10 +184,11 @@ __device__ __forceinline__ float total_of(const float* sums, int each, int strip
   return total;
 }
 
-/// What the warps do that add up: the outputs of the block's strips, in order.
+/// What the warps do that add up: the outputs of the block's strips, in order. `code_scale`: of
+/// a row of x that became codes.
 template <class T>
 __device__ void finish_strips(const GemmParams& p, const StripOrder& order, StripSums& barriers,
-                              const float* sums, const Squares& squares) {
+                              const float* sums, const Squares& squares, const float* code_scale) {
   const bool paired = order.paired == 2;
   const int strips = order.strips(blockIdx.x), each = sums_each(p);
   const int begin = threadIdx.x - kThreads, step = blockDim.x - kThreads;
@@ -207,7 +208,8 @@ __device__ void finish_strips(const GemmParams& p, const StripOrder& order, Stri
       if (weight_row >= p.N) break;
       const int m = i / kStripRows;
       if (i != begin) load_of_row<T>(own, p, m, n);
-      if (p.x.norm_weight) own.x_scale = norm_factor(p, squares.sum(m));
+      if (p.x.to_codes) own.x_scale = *code_scale;
+      else if (p.x.norm_weight) own.x_scale = norm_factor(p, squares.sum(m));
       const float sum = total_of(sums, each, strip, i);
       if (paired) {
         up.x_scale = own.x_scale;

@@ -51,11 +51,18 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, 2)
   if (threadIdx.x == kWarps * 32) prefetch_norm(p);
   shared.squares.clear(warp, lane);
   ptx::wait_for_dependencies();
-  if (warp < kWarps) stage_x<T, E, kFormat, kFp8X>(x, units, shared.squares, params);
+  if (warp < kWarps) {
+    if (kFp8X && p.x.to_codes) {
+      stage_codes<T, kFormat>(x, shared.squares, shared.codes, params);
+    } else {
+      stage_x<T, E, kFormat, kFp8X>(x, units, shared.squares, params);
+    }
+  }
   __syncthreads();  // x is whole, the barriers are made
 
   if (warp >= kWarps)
-    return finish_strips<T>(p, params.order, shared.sums, sums_at, shared.squares);
+    return finish_strips<T>(p, params.order, shared.sums, sums_at, shared.squares,
+                            &shared.codes.scale);
 
   // For ldmatrix the row of x that a thread addresses, for fp8 its own columns of a row. Rows past
   // the last repeat it; their sums are not kept.
@@ -153,7 +160,8 @@ void launch_format(const GemmParams& p, Stream stream) {
   if (p.weight.format == kDense) return launch<T, T, kDense, false>(p, stream);
   if (p.weight.format == WeightFormat::kInt8)
     return launch<T, std::int8_t, WeightFormat::kInt8, false>(p, stream);
-  if (p.x.dtype == DType::kFloat8E4M3) return launch<T, __half, kFp8, true>(p, stream);
+  if (p.x.dtype == DType::kFloat8E4M3 || p.x.to_codes)
+    return launch<T, __half, kFp8, true>(p, stream);
   launch<T, __half, kFp8, false>(p, stream);
 }
 

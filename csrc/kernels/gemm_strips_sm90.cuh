@@ -1,11 +1,14 @@
 #pragma once
 #include "device/dequant.cuh"
 #include "device/digits.cuh"
+#include "common/quant_scale.h"
+#include "device/encode.cuh"
 #include "device/matrix_map.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/mma.cuh"
+#include "device/ptx/warpgroup.cuh"
 #include "device/reduce.cuh"
 #include "kernels/gemm_strip_sums.cuh"
 
@@ -39,12 +42,19 @@ struct StripsParams {
 
 // ---- Shared memory ------------------------------------------------------------------------------
 
+/// Of a row of x that becomes codes.
+struct Codes {
+  float largest[kWarps];  // magnitude that a warp has staged
+  float scale;
+};
+
 /// Fixed parts first; then sums, x [M][pitch].
 struct alignas(128) Shared {
   char weight[kWarps][kStages][kChunkBytes];
   std::uint64_t full[kWarps][kStages];  // a chunk is in
   StripSums sums;
   Squares squares;
+  Codes codes;
 };
 
 // ---- Phases -------------------------------------------------------------------------------------
@@ -136,6 +146,70 @@ __device__ void stage_x(char* to, float* units, Squares& squares, const StripsPa
       stage_rows<T, E, kFormat, kFp8X, 1, 4>(params, start + lane_at, m, to, units, squares);
     for (; start < cols; start += 2 * kStep)
       stage_rows<T, E, kFormat, kFp8X, 1, 2>(params, start + lane_at, m, to, units, squares);
+  }
+}
+
+/// The row of x, normalized or not, as e4m3 with one scale, as rmsnorm and quantize_fp8 round it,
+/// expanded to fp16. Registers hold it while the warps exchange its largest magnitude.
+template <class T, WeightFormat kFormat>
+__device__ void stage_codes(char* to, Squares& squares, Codes& codes, const StripsParams& params) {
+  constexpr int kStep = kThreads * 8, kPieces = gemm_config::kCodesCols / kStep;
+  using Piece = device::Vec<T, 8>;
+  const GemmParams& p = params.gemm;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int first = static_cast<int>(threadIdx.x) * 8, cols = params.chunks * kChunkCols<kFormat>;
+  const auto* norm = static_cast<const T*>(p.x.norm_weight);
+  Piece x[kPieces];
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    uint4 raw{};
+    const int at = first + i * kStep;
+    if (at < p.K)
+      raw = __ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.x.data) + at));
+    x[i] = reinterpret_cast<const Piece&>(raw);
+  }
+  const auto weighted = [&](int i) {
+    device::Vec<float, 8> values = device::floats(x[i]);
+    if (norm && first + i * kStep < p.K) {
+      const device::Vec<float, 8> factors = device::floats(device::load(norm + first + i * kStep));
+#pragma unroll
+      for (int j = 0; j < 8; ++j) values.data[j] *= factors.data[j];
+    }
+    return values;
+  };
+  float sum = 0.0f, largest = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    if (i * kStep >= p.K) break;
+    if (norm)
+      for (const float v : device::floats(x[i]).data) sum = fmaf(v, v, sum);
+    for (const float v : weighted(i).data)
+      largest = device::MaxOrNaN::combine(largest, fabsf(v));
+  }
+  if (norm) sum = device::warp_reduce<device::Sum>(sum);
+  largest = device::warp_reduce<device::MaxOrNaN>(largest);
+  if (lane == 0) squares.of[0][warp] = sum, codes.largest[warp] = largest;
+  ptx::named_barrier_sync(1, kThreads);  // every warp's are there
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w)
+    largest = device::MaxOrNaN::combine(largest, codes.largest[w]);
+  const float norm_of_row = norm ? norm_factor(p, squares.sum(0)) : 1.0f;
+  const float scale = scale_of_amax(largest * norm_of_row, DType::kFloat8E4M3);
+  const float factor = norm_of_row / scale;
+  if (threadIdx.x == 0) codes.scale = scale;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    const int at = first + i * kStep;
+    if (at >= cols) break;
+    device::Vec<float, 8> values = weighted(i);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) values.data[j] *= factor;
+    const auto bytes = device::encode<true>(values);
+    const uint2 words = reinterpret_cast<const uint2&>(bytes);
+    std::uint32_t low[2], high[2];
+    device::convert_e4m3<__half>(words.x, low);
+    device::convert_e4m3<__half>(words.y, high);
+    *reinterpret_cast<uint4*>(to + at * 2) = {low[0], low[1], high[0], high[1]};
   }
 }
 

@@ -100,9 +100,6 @@ class Fp8Linear:
     folded_rows = 8
     codes: ClassVar[OutQuant] = "fp8"
 
-    def _quantized(self, x: Tensor) -> Codes:
-        return Codes(*ops.quantize_fp8(x, "row"), x.dtype)
-
     def _product(self, x: Codes, **fused: Any) -> Tensor:
         return ops.fp8_linear(
             x.values,
@@ -122,12 +119,10 @@ class Fp8Linear:
         norm: RmsNorm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        if norm is not None:
-            assert isinstance(x, Tensor)
-            x = norm.quantized(x, codes=self.codes)
-        elif isinstance(x, Tensor):
-            x = self._quantized(x)
-        return self._product(x, **_fused(self, activation, None, residual))
+        fused = _fused(self, activation, norm, residual)
+        if isinstance(x, Tensor):
+            return ops.fp8_linear(x, self.weight, self.scale, self.bias, quantize_x=True, **fused)
+        return self._product(x, **fused)
 
 
 @dataclass(frozen=True)
@@ -136,8 +131,20 @@ class Int8Linear(Fp8Linear):
 
     codes: ClassVar[OutQuant] = "int8"
 
-    def _quantized(self, x: Tensor) -> Codes:
-        return Codes(*ops.quantize_int8(x), x.dtype)
+    def __call__(
+        self,
+        x: Tensor | Codes,
+        activation: str | None = None,
+        *,
+        norm: RmsNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        if norm is not None:
+            assert isinstance(x, Tensor)
+            x = norm.quantized(x, codes=self.codes)
+        elif isinstance(x, Tensor):
+            x = Codes(*ops.quantize_int8(x), x.dtype)
+        return self._product(x, **_fused(self, activation, None, residual))
 
     def _product(self, x: Codes, **fused: Any) -> Tensor:
         return ops.int8_linear(

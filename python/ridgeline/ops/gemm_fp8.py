@@ -24,6 +24,7 @@ def fp8_linear(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
+    quantize_x: bool = False,
     batch_invariant: bool = False,
     weights_ready: bool = False,
 ) -> Tensor:
@@ -45,6 +46,9 @@ def fp8_linear(
         x_scale: float32, for a float8 ``x`` only: one value, or one a row of ``x``, applied to the
             product; or ``[..., ceil(K / 128)]``, one a group of 128 columns, applied to sums of
             those or, up to 64 rows and off Hopper, to the expanded ``x``.
+        quantize_x: ``x`` of another dtype, normalized if ``norm_weight`` is given, becomes
+            float8_e4m3fn first, a scale a row, as :func:`quantize_fp8` and :func:`rmsnorm` make
+            them: one row on Hopper in the product's kernel.
         out_dtype: of the output, for a float8 ``x``; None: bfloat16. Otherwise the dtype of ``x``.
         bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
             :func:`linear`; no norm for a float8 ``x``. Bits as in :func:`int4_linear`.
@@ -72,6 +76,7 @@ def fp8_linear(
         residual,
         norm_weight,
         norm_eps,
+        quantize_x,
         batch_invariant,
         weights_ready,
     )
@@ -90,6 +95,7 @@ def _(
     residual: Tensor | None,
     norm_weight: Tensor | None,
     norm_eps: float,
+    quantize_x: bool,
     batch_invariant: bool,
     weights_ready: bool,
 ) -> Tensor:
@@ -108,11 +114,12 @@ def _(
     activation: str | None = None,
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
+    quantize_x: bool = False,
     **_unused: object,
 ) -> Cost:
     is_fp8 = x.dtype == torch.float8_e4m3fn
     out = out_dtype or (torch.bfloat16 if is_fp8 else x.dtype)
-    unit = "fp8" if is_fp8 else UNITS[out]
+    unit = "fp8" if is_fp8 or quantize_x else UNITS[out]
     read = nbytes(weight, weight_scale, x_scale)
     return product_cost(
         x, weight.shape[0], read, out, unit, activation, bias, residual, norm_weight

@@ -1,0 +1,82 @@
+"""fp8 products that make codes of x themselves: the same as codes made ahead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeline import ops
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# Hopper's kernel makes the codes of one row, of at most 16384 columns, in pieces of 2048.
+SHAPES = [
+    (1, 64, 32),
+    (1, 272, 80),
+    (1, 2064, 48),
+    (1, 16384, 48),
+    (1, 16400, 32),
+    (3, 1088, 160),
+    (9, 272, 80),
+]
+
+
+def inputs(rows: int, K: int, N: int, device: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(rows + K)
+    x = torch.randn(rows, K, generator=generator).to(dtype)
+    weight = torch.randn(N, K, generator=generator).to(torch.float8_e4m3fn)
+    scale = torch.rand(N, generator=generator) + 0.5
+    norm = torch.randn(K, generator=generator).to(dtype)
+    return tuple(t.to(device) for t in (x, weight, scale, norm))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "K", "N"), SHAPES)
+def test_codes_are_those_of_quantize_fp8(
+    rows: int, K: int, N: int, dtype: torch.dtype, device: str
+) -> None:
+    x, weight, scale, _ = inputs(rows, K, N, device, dtype)
+    residual = torch.randn(rows, N // 2, dtype=dtype, device=device)
+    options = {"activation": "silu_mul", "residual": residual}
+    codes, x_scale = ops.quantize_fp8(x)
+    ahead = ops.fp8_linear(codes, weight, scale, x_scale=x_scale, out_dtype=dtype, **options)
+    assert torch.equal(ops.fp8_linear(x, weight, scale, quantize_x=True, **options), ahead)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "K", "N"), SHAPES)
+def test_normalized_codes_are_those_of_rmsnorm(
+    rows: int, K: int, N: int, dtype: torch.dtype, device: str
+) -> None:
+    """Squares are summed in another order: a code at the edge of two may be the other."""
+    x, weight, scale, norm = inputs(rows, K, N, device, dtype)
+    codes, x_scale = ops.rmsnorm(x, norm, 1e-5, out_quant="fp8")
+    ahead = ops.fp8_linear(codes, weight, scale, x_scale=x_scale, out_dtype=dtype).float()
+    out = ops.fp8_linear(x, weight, scale, norm_weight=norm, norm_eps=1e-5, quantize_x=True)
+    assert (out.float() - ahead).norm() <= 2e-3 * ahead.norm()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite(bad: float, device: str) -> None:
+    x, weight, scale, norm = inputs(1, 1088, 160, device, torch.bfloat16)
+    x[0, 17] = bad
+    for options in ({}, {"norm_weight": norm}):
+        assert ops.fp8_linear(x, weight, scale, quantize_x=True, **options).isnan().all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_row_has_the_same_bits_alone(device: str) -> None:
+    x, weight, scale, _ = inputs(8, 1088, 160, device, torch.bfloat16)
+    whole = ops.fp8_linear(x, weight, scale, quantize_x=True)
+    alone = ops.fp8_linear(x[5:6], weight, scale, quantize_x=True)
+    assert torch.equal(alone, whole[5:6])
+
+
+def test_codes_cannot_be_made_of_codes() -> None:
+    x, weight, scale, _ = inputs(1, 64, 32, "cpu", torch.bfloat16)
+    codes, x_scale = ops.quantize_fp8(x)
+    with pytest.raises(ValueError, match=r"quantize_x: expected False for x of float8_e4m3fn"):
+        ops.fp8_linear(codes, weight, scale, x_scale=x_scale, quantize_x=True)
