@@ -220,6 +220,9 @@ __global__ void __launch_bounds__(kThreads)
   if (guesses) load_angles(guess = index_at(params.positions, params.index_dtype, token));
   ptx::wait_for_dependencies();
 
+  // Ahead of the stores, behind which the compiler leaves it: they might write it.
+  const std::int64_t slot =
+      present && !in_place ? index_at(params.slots, params.index_dtype, token) : -1;
   T* source = static_cast<T*>(view.data) + token * view.stride_token + head * view.stride_head;
   Unit<T, kVec> units[kUnits<kVec>] = {};
 #pragma unroll
@@ -239,8 +242,6 @@ __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < kUnits<kVec>; ++i) units[i].store(source, head_dim);
   }
   if (params.slots == nullptr) return;
-  const std::int64_t slot =
-      present && !in_place ? index_at(params.slots, params.index_dtype, token) : -1;
   const bool active = slot >= 0 && slot < params.num_slots;
   const CacheView& cache = is_v ? params.v_cache : params.k_cache;
   const CachePlace at(cache, active ? static_cast<std::uint32_t>(slot) : 0, params.block_size,
