@@ -5,7 +5,7 @@
 #include "build_info.h"
 #include "kernels/attention_config.h"
 
-/// Every schema of the library, once. Optional tensors are absent features; sizes come from tensors.
+/// Every schema of the library, once. Optional tensors are absent features; sizes are tensors'.
 STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def("build_id() -> str");
 
@@ -19,8 +19,9 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def(
       "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_tables, "
       "Tensor seq_lens, Tensor? cu_q, int max_q, Tensor? k_start, Tensor? q_scale, "
-      "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, bool causal, float scale, int window, float softcap, "
-      "int shared_blocks, bool batch_invariant, Tensor(a!)? workspace, Tensor(b!)? counters) "
+      "Tensor? k_scale, Tensor? v_scale, Tensor? sinks, bool causal, float scale, int window, "
+      "float softcap, int shared_blocks, bool batch_invariant, Tensor(a!)? workspace, "
+      "Tensor(b!)? counters) "
       "-> (Tensor, Tensor)");
   m.def(
       "attention_workspace(int batch, int heads, int kv_heads, int head_dim, int max_q, int max_k, "
@@ -39,7 +40,8 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def(
       "add_rmsnorm_quant(Tensor x, Tensor(a!) residual, Tensor weight, float eps, float offset, "
       "str out_quant, bool weights_ready) -> (Tensor, Tensor)");
-  m.def("layernorm(Tensor x, Tensor weight, Tensor? bias, float eps, bool weights_ready) -> Tensor");
+  m.def(
+      "layernorm(Tensor x, Tensor weight, Tensor? bias, float eps, bool weights_ready) -> Tensor");
   m.def(
       "layernorm_gelu(Tensor x, Tensor weight, Tensor? bias, float eps, str approximate, "
       "bool weights_ready) -> Tensor");
