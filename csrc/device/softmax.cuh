@@ -1,4 +1,6 @@
 #pragma once
+#include <cuda_fp16.h>
+
 #include "device/ptx/math.cuh"
 #include "device/reduce.cuh"
 
@@ -199,29 +201,83 @@ __device__ __forceinline__ RowEnd quick_end_of_row(float largest, float sum, flo
 /// Rows as OnlineSoftmax has them, with exponents relative to a base that follows the largest score
 /// only when that is more than kSlack above it: most steps leave the sums alone, and weights stay
 /// below 2^kSlack, as exact in fp16 and bf16 as those below 1. A row's base moves by its own scores
-/// alone. It comes to lie kBelow under the largest: the largest weights of a row fill a narrow
-/// format's range.
-template <int kBelow>
-struct LazySoftmaxBelow {
+/// alone.
+struct LazySoftmax {
   static constexpr float kSlack = 8.0f;
   float base[2] = {kMinusInfinity, kMinusInfinity};
   float sum[2] = {0.0f, 0.0f};  // of this thread's columns alone
 
-  /// The scores of one step are seen. keep[] is what every earlier sum is to be multiplied with,
-  /// mostly 1. Scores times `unit` are in units of log2; weights times values of up to 2^above stay
-  /// below 2^kSlack.
+  /// The scores of one step become weights. keep[] is what every earlier sum is to be multiplied
+  /// with, mostly 1. Scores times `unit` are in units of log2.
   template <int kTiles>
-  __device__ __forceinline__ void raise(const float (&scores)[kTiles][4], float (&keep)[2],
-                                        const float (&unit)[2], float above = 0.0f) {
+  __device__ __forceinline__ void weigh(float (&scores)[kTiles][4], float (&keep)[2], float unit) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       float largest = kMinusInfinity;
 #pragma unroll
       for (int i = 0; i < kTiles; ++i)
         largest = fmaxf(largest, fmaxf(scores[i][2 * r], scores[i][2 * r + 1]));
-      largest = warp_reduce<MaxOrNaN, kQuad>(largest * unit[r]) + above;
+      largest = warp_reduce<MaxOrNaN, kQuad>(largest * unit);
       const bool grows = largest > base[r] + kSlack;
-      const float raised = largest - kBelow;
+      keep[r] = grows ? ptx::exp2_approx(base[r] - largest) : 1.0f;
+      base[r] = grows ? largest : base[r];
+    }
+    const float from[2] = {exponent_base(base[0]), exponent_base(base[1])};
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        scores[i][c] = ptx::exp2_approx(fmaf(scores[i][c], unit, -from[c / 2]));
+  }
+
+  /// Adds the weights of a step.
+  template <int kTiles>
+  __device__ __forceinline__ void add(const float (&weights)[kTiles][4], const float (&keep)[2]) {
+    float totals[4] = {sum[0] * keep[0], 0.0f, sum[1] * keep[1], 0.0f};
+#pragma unroll
+    for (int i = 0; i < kTiles; ++i)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) totals[c] += weights[i][c];
+    sum[0] = totals[0] + totals[1];
+    sum[1] = totals[2] + totals[3];
+  }
+
+  /// Joins the quad's sums.
+  __device__ __forceinline__ void join_quad() {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) sum[r] = warp_reduce<Sum, kQuad>(sum[r]);
+  }
+
+  __device__ __forceinline__ RowEnd end(int r, float sink) const {
+    return quick_end_of_row(base[r], sum[r], sink);
+  }
+};
+
+/// As LazySoftmax, with scores and weights in fp16, two columns of row r in [i][r]. For weights to be
+/// rounded to e4m3: a weight's logarithm is off by 2^-11 of its score. A base is a number of
+/// fp16 and comes to lie kBelow under the largest score: a row's largest weights fill e4m3's range.
+struct PairedSoftmax {
+  static constexpr float kSlack = 8.0f, kBelow = 6.0f;
+  float base[2] = {kMinusInfinity, kMinusInfinity};
+  float sum[2] = {0.0f, 0.0f};  // of this thread's columns alone
+
+  /// The scores of one step are seen; times `unit` they are in units of log2.
+  template <int kTiles>
+  __device__ __forceinline__ void raise(const __half2 (&scores)[kTiles][2], float (&keep)[2],
+                                        const __half2 (&unit)[2]) {
+    __half2 rows[2] = {scores[0][0], scores[0][1]};
+#pragma unroll
+    for (int i = 1; i < kTiles; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) rows[r] = __hmax2(rows[r], scores[i][r]);
+    const __half2 both = warp_reduce<LargerOfPairs, kQuad>(
+        __hmax2(__lows2half2(rows[0], rows[1]), __highs2half2(rows[0], rows[1])));
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const float score = r == 0 ? __low2float(both) : __high2float(both);
+      const float largest = score * __low2float(unit[r]);
+      const bool grows = largest > base[r] + kSlack;
+      const float raised = __half2float(__float2half_rn(largest - kBelow));
       keep[r] = grows ? ptx::exp2_approx(base[r] - raised) : 1.0f;
       base[r] = grows ? raised : base[r];
     }
@@ -229,36 +285,30 @@ struct LazySoftmaxBelow {
 
   /// Scores that were seen become weights: pieces kFirst to kLast, the last not included.
   template <int kFirst, int kLast, int kTiles>
-  __device__ __forceinline__ void weigh(float (&scores)[kTiles][4], const float (&unit)[2]) const {
-    const float from[2] = {exponent_base(base[0]), exponent_base(base[1])};
+  __device__ __forceinline__ void weigh(__half2 (&scores)[kTiles][2],
+                                        const __half2 (&unit)[2]) const {
+    const __half2 from[2] = {__float2half2_rn(-exponent_base(base[0])),
+                             __float2half2_rn(-exponent_base(base[1]))};
 #pragma unroll
     for (int i = kFirst; i < kLast; ++i)
 #pragma unroll
-      for (int c = 0; c < 4; ++c)
-        scores[i][c] = ptx::exp2_approx(fmaf(scores[i][c], unit[c / 2], -from[c / 2]));
+      for (int r = 0; r < 2; ++r)
+        scores[i][r] = ptx::exp2_approx(__hfma2(scores[i][r], unit[r], from[r]));
   }
 
-  /// Both, for a whole step.
-  template <int kTiles>
-  __device__ __forceinline__ void weigh(float (&scores)[kTiles][4], float (&keep)[2], float unit) {
-    raise(scores, keep, {unit, unit});
-    weigh<0, kTiles>(scores, {unit, unit});
-  }
-
-  /// Adds the weights of a step; in parts, only the first is given the step's keep[].
+  /// Adds weights of a step, few enough for a sum in fp16; in parts, only the first is given the
+  /// step's keep[].
   template <int kFirst, int kLast, int kTiles>
-  __device__ __forceinline__ void add(const float (&weights)[kTiles][4], const float (&keep)[2]) {
-    float totals[4] = {sum[0] * keep[0], 0.0f, sum[1] * keep[1], 0.0f};
+  __device__ __forceinline__ void add(const __half2 (&weights)[kTiles][2],
+                                      const float (&keep)[2]) {
 #pragma unroll
-    for (int i = kFirst; i < kLast; ++i)
+    for (int r = 0; r < 2; ++r) {
+      __half2 total = weights[kFirst][r];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) totals[c] += weights[i][c];
-    sum[0] = totals[0] + totals[1];
-    sum[1] = totals[2] + totals[3];
-  }
-  template <int kTiles>
-  __device__ __forceinline__ void add(const float (&weights)[kTiles][4], const float (&keep)[2]) {
-    add<0, kTiles>(weights, keep);
+      for (int i = kFirst + 1; i < kLast; ++i) total = __hadd2(total, weights[i][r]);
+      const float2 columns = __half22float2(total);
+      sum[r] = fmaf(sum[r], keep[r], columns.x) + columns.y;
+    }
   }
 
   /// Joins the quad's sums.
@@ -294,7 +344,5 @@ __device__ __forceinline__ RowEnd weigh_parts(float (&bases)[kParts], const floa
 
 /// The weight of a part with lse `part` (log2 units) beside the whole's base; 0 for an empty part.
 __device__ __forceinline__ float part_weight(float part, float base) { return exp2f(part - base); }
-
-using LazySoftmax = LazySoftmaxBelow<0>;
 
 }  // namespace ridgeline::device

@@ -1,8 +1,10 @@
 #pragma once
+#include "device/ptx/convert.cuh"
 #include "device/ptx/stmatrix.cuh"
 #include "kernels/attention_sm90.cuh"
 
-/// Prefill in fp8 on Hopper: the tile, its shared memory, and the warps that turn values.
+/// Prefill in fp8 on Hopper: the tile, its shared memory, and the warps that turn values and bring
+/// scales.
 namespace ridgeline::attention_sm90 {
 
 constexpr int kTurned = 10;  // named barrier of the warps that turn values
@@ -23,23 +25,27 @@ struct Fp8Tile {
   static constexpr int kParts = 1;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
   static constexpr int kThreads = kConsumerThreads + 2 * kWarpgroup;
-  static constexpr int kWorkThreads = kConsumerThreads + kWarpgroup + kProducers;
+  static constexpr int kWorkThreads =
+      kConsumerThreads + kWarpgroup + kProducers + device::kWarpSize;
   static constexpr int kConsumerRegisters = 208;
-  static constexpr int kTurnerRegisters = 56;
-  static constexpr int kProducerRegisters = 40;
+  static constexpr int kTurnerRegisters = 40;
+  static constexpr int kProducerRegisters = 56;
 };
 
-/// A tile of values with keys contiguous, as wgmma takes e4m3, and the scales of its keys. Row n
-/// holds column 16 * (n / 16) + 2 * (n % 8) + n / 8 % 2 of the values; of each 16 keys, byte 4 * t
-/// + 2 * h + c holds key 8 * h + 2 * t + c: the order in which a thread has the weights of its
-/// rows.
+/// A tile of values with keys contiguous, as wgmma takes e4m3. Row n holds column 16 * (n / 16) +
+/// 2 * (n % 8) + n / 8 % 2 of the values; of each 16 keys, byte 4 * t + 2 * h + c holds key
+/// 8 * h + 2 * t + c: the order in which a thread has the weights of its rows.
 struct TurnedValues {
   alignas(1024) std::uint8_t data[128][kRowBytes];
 };
-/// Of each 16 keys, 4 * t + 2 * h + c is of key 8 * h + 2 * t + c as well.
+/// The scales of a tile's keys are key_unit times `key`, their values' 2^value_exponent times
+/// `value`: both at most 1. Of each 32 keys, 8 * t + 2 * i + c is of key 8 * i + 2 * t + c. In a
+/// work value_exponent never falls from tile to tile.
 struct Scales {
-  float key[128], value[128];
-  float above[4];  // values' scales of a warp's 32 keys are at most 2^above
+  alignas(16) __half key[128];
+  __half value[128];
+  float key_unit;
+  int value_exponent;
 };
 
 template <>
@@ -58,48 +64,62 @@ struct Shared<Fp8Tile> {
   float anchor[Tile::kConsumerThreads];  // see Consumer::anchor
 };
 
-/// Four warps: each turns 32 keys of every tile of values, and a thread reads the scales of one
-/// key.
+/// Divides rows `row` and `row` + 8 of the queries, each by the power of two that makes its codes
+/// less than 1, and at least half of one: no sum of products with 128 codes of keys exceeds fp16
+/// then. A code below 2^-6 of its row's largest may lose 2^-9 of that. A quad of lanes has a row.
+__device__ __forceinline__ void normalise_queries(
+    std::uint8_t (&rows)[Fp8Tile::kQueries][kRowBytes], int row, float (&factors)[2]) {
+  const int lane = ptx::thread_index() % device::kWarpSize;
+  // Rows of odd and even number meet no bank twice.
+  const auto codes = [&](int r, int i) -> uint4& {
+    return *reinterpret_cast<uint4*>(
+        &rows[row + 8 * r][16 * (lane % 4 + 4 * (i ^ (row & 1)))]);
+  };
+  __half2 most[2] = {};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const uint4 sixteen = codes(i / 2, i % 2);
+    const auto* words = reinterpret_cast<const std::uint16_t*>(&sixteen);
+#pragma unroll
+    for (int j = 0; j < 8; ++j)
+      most[i / 2] = __hmax2(most[i / 2], __habs2(ptx::e4m3x2_to_half2(words[j])));
+  }
+  const __half2 both = device::warp_reduce<device::LargerOfPairs, device::kQuad>(
+      __hmax2(__lows2half2(most[0], most[1]), __highs2half2(most[0], most[1])));
+  __half2 factor[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int exponent = __half_as_ushort(r == 0 ? __low2half(both) : __high2half(both)) >> 10;
+    factor[r] = __half2half2(__ushort_as_half(static_cast<unsigned short>(29 - exponent) << 10));
+    factors[r] = __int_as_float((exponent + 127 - 14) << 23);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint4 sixteen = codes(i / 2, i % 2);
+    auto* words = reinterpret_cast<std::uint32_t*>(&sixteen);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      words[j] = ptx::pack_e4m3(
+          __hmul2(ptx::e4m3x2_to_half2(static_cast<std::uint16_t>(words[j])), factor[i / 2]),
+          __hmul2(ptx::e4m3x2_to_half2(static_cast<std::uint16_t>(words[j] >> 16)),
+                  factor[i / 2]));
+    codes(i / 2, i % 2) = sixteen;
+  }
+}
+
+/// Four warps: each turns 32 keys of every tile of values.
 struct Turner {
   using Tile = Fp8Tile;
-  struct Pair {
-    float key, value;
-  };
 
-  const AttentionParams& p;
   Shared<Tile>& shared;
   Ring<Tile::kSlots> ring;
   Ring<Tile::kTurnedSlots> turned{.parity = 1};  // the first wait on a fresh barrier passes
   Ring<Tile::kQuerySlots> queries;
   Ring<Tile::kWorkSlots> works;
-  Pair next;
 
   __device__ static int thread() { return static_cast<int>(threadIdx.x) % kWarpgroup; }
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
   __device__ static int warp() { return thread() / device::kWarpSize; }
-
-  /// Zeros for keys outside the sequence, whose slots may hold anything.
-  __device__ __forceinline__ Pair load_scales(const Work& work, int tile) const {
-    const int key = tile * Tile::kKeys + thread();
-    if (key < work.sequence.k_start || key >= work.sequence.k_len) return {};
-    const attention_tile::Work rows{.sequence = work.sequence, .batch = work.batch};
-    const attention_tile::Slot slot = attention_tile::slot_of(p, rows, key);
-    const auto* k = static_cast<const __nv_bfloat16*>(p.k_scale) + slot.batch * p.stride_ks_batch +
-                    slot.row * p.stride_ks_row + work.kv_head * p.stride_ks_head;
-    const auto* v = static_cast<const __nv_bfloat16*>(p.v_scale) + slot.batch * p.stride_vs_batch +
-                    slot.row * p.stride_vs_row + work.kv_head * p.stride_vs_head;
-    return {device::to_float(*k), device::to_float(*v)};
-  }
-
-  __device__ __forceinline__ void store_scales(const Pair& pair) {
-    Scales& to = shared.scales[turned.slot];
-    const int n = thread(), at = n / 16 * 16 + n % 8 / 2 * 4 + n / 8 % 2 * 2 + n % 2;
-    to.key[at] = pair.key;
-    to.value[at] = pair.value;
-    const int largest = device::warp_max(__float_as_int(fabsf(pair.value)));
-    const int exponent = (largest >> 23) - 126;
-    if (lane() == 0) to.above[warp()] = static_cast<float>(max(min(exponent, 100), -100));
-  }
 
   /// The bits of the two keys from `key` on that belong to the sequence.
   __device__ __forceinline__ static std::uint32_t kept(const config::Sequence& s, int key) {
@@ -137,7 +157,6 @@ struct Turner {
     const config::Sequence& s = work.sequence;
     const int begin = tile * Tile::kKeys;
     ptx::mbarrier_wait(&shared.turned_free[turned.slot], turned.parity);
-    store_scales(next);
     ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
     if (begin >= s.k_start && begin + Tile::kKeys <= s.k_len) {
       turn<true>(s, tile);
@@ -146,8 +165,6 @@ struct Turner {
     }
     ptx::fence_async_shared();
     ptx::mbarrier_arrive(&shared.turned_full[turned.slot]);
-    // Not before the fence, which would wait for it.
-    if (tile > work.first_tile) next = load_scales(work, tile - 1);
     ptx::named_barrier_sync(kTurned, kWarpgroup);  // each has read the values
     if (thread() < Tile::kConsumers) ptx::mbarrier_arrive(&shared.free[ring.slot]);
     ring.next();
@@ -164,10 +181,7 @@ struct Turner {
   /// Before the values of a tile lie the keys of the one after it in the ring, if there is one.
   __device__ __forceinline__ void run() {
     Work work = begin_work();
-    if (work.exists) {
-      ring.next();
-      next = load_scales(work, work.last_tile - 1);
-    }
+    if (work.exists) ring.next();
     while (work.exists) {
       for (int tile = work.last_tile - 1; tile > work.first_tile; --tile) {
         ring.next();
@@ -178,13 +192,142 @@ struct Turner {
       queries.next();
       work = begin_work();
       ptx::named_barrier_arrive(kQueriesFree + slot, Tile::kWorkThreads);
-      Pair after{};
-      if (work.exists) {
-        ring.next();
-        after = load_scales(work, work.last_tile - 1);
-      }
+      if (work.exists) ring.next();
       take(last, last.first_tile);
-      next = after;
+    }
+  }
+};
+
+/// One warp: brings the scales of every tile. A lane has four keys: 2 * lane, 64 further, and those
+/// after both. A tile's blocks are looked up two tiles ahead and its scales read one ahead: both
+/// wait for memory.
+struct Scaler {
+  using Tile = Fp8Tile;
+
+  /// Where a tile's scales lie.
+  struct Place {
+    int batch[2], row[2];
+    int kv_head;
+    unsigned seen;  // bit i: key i of this lane belongs to the sequence
+    bool first;     // of its work
+    bool exists;
+  };
+  /// bf16 scales of this lane's keys, zeros for keys outside the sequence, whose slots may hold
+  /// anything.
+  struct Quad {
+    std::uint16_t key[4], value[4];
+    bool first, exists;
+  };
+
+  const AttentionParams& p;
+  Shared<Tile>& shared;
+  Ring<Tile::kTurnedSlots> turned{.parity = 1};  // the first wait on a fresh barrier passes
+  Ring<Tile::kQuerySlots> queries;
+  Ring<Tile::kWorkSlots> works;
+  Work work;  // whose tiles are looked up: `tile` is the next
+  int tile;
+  int value_exponent;
+
+  __device__ static int lane() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
+
+  __device__ __forceinline__ void begin_work() {
+    ptx::mbarrier_wait(&shared.q_full[queries.slot], queries.parity);
+    work = shared.work[works.slot];
+    works.next();
+    tile = work.last_tile - 1;
+  }
+
+  __device__ __forceinline__ Place find() {
+    if (work.exists && tile < work.first_tile) {
+      const int slot = queries.slot;
+      queries.next();
+      begin_work();
+      ptx::named_barrier_arrive(kQueriesFree + slot, Tile::kWorkThreads);
+    }
+    Place place{};
+    if (!work.exists) return place;
+    place.exists = true;
+    place.first = tile == work.last_tile - 1;
+    place.kv_head = work.kv_head;
+    const attention_tile::Work rows{.sequence = work.sequence, .batch = work.batch};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int key = tile * Tile::kKeys + 64 * h + 2 * lane();
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (key + c >= work.sequence.k_start && key + c < work.sequence.k_len)
+          place.seen |= 1u << (2 * h + c);
+      const attention_tile::Slot slot = attention_tile::slot_of(p, rows, key);
+      place.batch[h] = static_cast<int>(slot.batch);
+      place.row[h] = static_cast<int>(slot.row);
+    }
+    --tile;
+    return place;
+  }
+
+  __device__ __forceinline__ Quad load(const Place& place) const {
+    const auto* k = static_cast<const std::uint16_t*>(p.k_scale) + place.kv_head * p.stride_ks_head;
+    const auto* v = static_cast<const std::uint16_t*>(p.v_scale) + place.kv_head * p.stride_vs_head;
+    Quad quad{.first = place.first, .exists = place.exists};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if ((place.seen >> i & 1) == 0) continue;
+      const std::int64_t batch = place.batch[i / 2], row = place.row[i / 2] + i % 2;
+      quad.key[i] = k[batch * p.stride_ks_batch + row * p.stride_ks_row];
+      quad.value[i] = v[batch * p.stride_vs_batch + row * p.stride_vs_row];
+    }
+    return quad;
+  }
+
+  __device__ __forceinline__ static float power(int exponent) {
+    return __int_as_float((exponent + 127) << 23);
+  }
+
+  /// All lanes' numbers are less than 2^exponent in magnitude, unless they are beyond 2^100.
+  __device__ __forceinline__ static int exponent_of(const float (&numbers)[4]) {
+    const float largest = fmaxf(fmaxf(fabsf(numbers[0]), fabsf(numbers[1])),
+                                fmaxf(fabsf(numbers[2]), fabsf(numbers[3])));
+    const int exponent = (device::warp_max(__float_as_int(largest)) >> 23) - 126;
+    return max(min(exponent, 100), -100);
+  }
+
+  __device__ __forceinline__ void store(const Quad& quad) {
+    float key[4], value[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      key[i] = __int_as_float(quad.key[i] << 16);
+      value[i] = __int_as_float(quad.value[i] << 16);
+    }
+    const int key_exponent = exponent_of(key), exponent = exponent_of(value);
+    value_exponent = quad.first ? exponent : max(value_exponent, exponent);
+    const float key_factor = power(-key_exponent), value_factor = power(-value_exponent);
+    ptx::mbarrier_wait(&shared.turned_free[turned.slot], turned.parity);
+    Scales& to = shared.scales[turned.slot];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int n = 64 * h + 2 * lane(), at = n / 32 * 32 + n % 8 / 2 * 8 + n % 32 / 8 * 2;
+      *reinterpret_cast<__half2*>(&to.key[at]) =
+          __floats2half2_rn(key[2 * h] * key_factor, key[2 * h + 1] * key_factor);
+      *reinterpret_cast<__half2*>(&to.value[at]) =
+          __floats2half2_rn(value[2 * h] * value_factor, value[2 * h + 1] * value_factor);
+    }
+    if (lane() == 0) {
+      to.key_unit = power(key_exponent);
+      to.value_exponent = value_exponent;
+    }
+    ptx::mbarrier_arrive(&shared.turned_full[turned.slot]);
+    turned.next();
+  }
+
+  __device__ __forceinline__ void run() {
+    begin_work();
+    Quad quad = load(find());
+    Place place = find();
+    while (quad.exists) {
+      const Quad next = load(place);
+      store(quad);
+      place = find();  // not sooner: the queries of the next work wait for those of this one
+      quad = next;
     }
   }
 };

@@ -6,15 +6,14 @@
 /// What one warpgroup of the Hopper prefill kernel in fp8 does with the tiles.
 namespace ridgeline::attention_sm90 {
 
-/// As Consumer, without turns (H200, causal, 16k keys: 639 TFLOP/s without, 621 with them). Scores
-/// are scaled by key and query on their way to weights; a weight times its value's scale is rounded
-/// to e4m3, and the base of a row's exponents lies under the largest score and the tile's largest
-/// scale together, so that these products fill e4m3's range whatever the scales are. Sums of a tile
-/// begin anew and are added in fp32: one sum of 16k values of mean 1 and deviation 1 came out 12%
-/// too small.
+/// Scores are products in fp16, two in a register: scales of keys and exponents take half the
+/// instructions of fp32, the maximum a quarter. A weight times its value's scale is rounded to
+/// e4m3, and the base of a row's exponents lies under its largest score, so that these products
+/// fill e4m3's range. Sums of a tile begin anew and are added in fp32: one sum of 16k values of
+/// mean 1 and deviation 1 came out 12% too small. The values of a tile and the scores of the next
+/// are on the tensor cores one behind the other.
 struct Fp8Consumer {
   using Tile = Fp8Tile;
-  using Softmax = device::LazySoftmaxBelow<6>;  // rows' largest products between 2^6 and 2^8
 
   const AttentionParams& p;
   Shared<Tile>& shared;
@@ -26,11 +25,16 @@ struct Fp8Consumer {
   Ring<Tile::kWorkSlots> works;
   Current now;
   float unit[2];  // of this thread's rows
-  Softmax softmax;
+  int exponent;   // sums are in units of 2^exponent
+  device::PairedSoftmax softmax;
   float sums[Tile::kSize / 8][4];
   float parts[Tile::kSize / 8][4];  // of one tile
-  float scores[Tile::kKeys / 8][4];
+  std::uint32_t scores[Tile::kKeys / 8][2];  // two columns of fp16 each
   std::uint32_t weights[Tile::kKeys / 32][4];
+
+  __device__ __forceinline__ __half2 (&pairs())[Tile::kKeys / 8][2] {
+    return reinterpret_cast<__half2 (&)[Tile::kKeys / 8][2]>(scores);
+  }
 
   __device__ __forceinline__ bool begin_work() {
     ptx::mbarrier_wait(&shared.q_full[queries.slot], queries.parity);
@@ -48,11 +52,16 @@ struct Fp8Consumer {
            .whole_end = end / Tile::kKeys,
            .skip = 0};
     const float* scale = p.q_scale + work.head * p.stride_qs_head;
-    const int row = work.first_query + row_of(ptx::thread_index());
+    float largest[2];
+    const int thread = ptx::thread_index();
+    normalise_queries(shared.q[queries.slot][0], row_of(thread), largest);
+    ptx::fence_async_shared();
+    ptx::named_barrier_sync(kTogether + warpgroup, kWarpgroup);  // all its rows are written
+    const int row = work.first_query + row_of(thread);
 #pragma unroll
     for (int r = 0; r < 2; ++r)  // never 0, which a hidden score of -inf would make NaN
       unit[r] = fmaxf(scale[(s.q_begin + min(row + 8 * r, s.q_len - 1)) * p.stride_qs_row] *
-                          (p.scale * device::kLog2E), 1e-30f);
+                          (largest[r] * p.scale * device::kLog2E), 1e-30f);
     queries.next();
     works.next();
     return true;
@@ -70,7 +79,7 @@ struct Fp8Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Tile::kSize / 32; ++i)
-      ptx::WgmmaFp8<Tile::kKeys>::mma(scores, q + 2 * i, k + 2 * i, i != 0);
+      ptx::WgmmaFp8Half<Tile::kKeys>::mma(scores, q + 2 * i, k + 2 * i, i != 0);
     ptx::wgmma_commit();
   }
 
@@ -87,34 +96,56 @@ struct Fp8Consumer {
     ptx::wgmma_commit();
   }
 
-  /// This thread's columns of pieces i and i + 1.
-  __device__ __forceinline__ static float4 scales_of(const float (&row)[128], int i) {
-    return *reinterpret_cast<const float4*>(&row[8 * i + ptx::thread_index() % 4 * 4]);
+  /// This thread's columns of pieces i to i + 3.
+  __device__ __forceinline__ static void load_scales(__half2 (&scales)[4], const __half (&row)[128],
+                                                     int i) {
+    *reinterpret_cast<uint4*>(scales) =
+        *reinterpret_cast<const uint4*>(&row[8 * i + ptx::thread_index() % 4 * 8]);
   }
 
-  /// Products with the keys become scores, of which `factor` are units of log2.
-  __device__ __forceinline__ void finish_scores(float (&factor)[2]) {
-    const Scales& scales = shared.scales[turned.slot];
+  /// Hides what this thread's rows do not see: mask() for pairs.
+  __device__ __forceinline__ void mask_pairs() {
+    const int thread = ptx::thread_index(), begin = now.tile * Tile::kKeys + thread % 4 * 2;
+    const Work& work = shared.work[now.work_slot];
 #pragma unroll
-    for (int i = 0; i < Tile::kKeys / 8; i += 2) {
-      const float4 key = scales_of(scales.key, i);
+    for (int r = 0; r < 2; ++r) {
+      const config::KeyRange sees =
+          config::visible_keys(p, work.sequence, work.first_query + row_of(thread) + 8 * r);
+      const int first = sees.begin - begin;
+      const int limit = config::lesser(sees.end, work.sequence.k_len) - begin;
+      const auto hidden = [&](int column) { return column < first || column >= limit; };
 #pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        scores[i][c] *= c % 2 ? key.y : key.x;
-        scores[i + 1][c] *= c % 2 ? key.w : key.z;
+      for (int i = 0; i < Tile::kKeys / 8; ++i) {
+        if (hidden(8 * i)) scores[i][r] = (scores[i][r] & 0xffff0000u) | 0xfc00u;
+        if (hidden(8 * i + 1)) scores[i][r] = (scores[i][r] & 0xffffu) | 0xfc000000u;
       }
     }
-    factor[0] = unit[0], factor[1] = unit[1];
-    if (p.softcap > 0.0f) {
+  }
+
+  /// Products with the keys times key[] become scores, of which `factor` are units of log2.
+  __device__ __forceinline__ void finish_scores(const __half2 (&key)[Tile::kKeys / 32][4],
+                                                const float (&units)[2], __half2 (&factor)[2]) {
 #pragma unroll
-      for (auto& piece : scores)
+    for (int i = 0; i < Tile::kKeys / 8; ++i)
 #pragma unroll
-        for (int c = 0; c < 4; ++c)
-          piece[c] = device::capped(piece[c] * (unit[c / 2] * device::kLn2), p.softcap);
-      factor[0] = factor[1] = device::kLog2E;
+      for (int r = 0; r < 2; ++r) pairs()[i][r] = __hmul2(pairs()[i][r], key[i / 4][i % 4]);
+    const bool is_capped = p.softcap > 0.0f;
+    if (is_capped) {
+#pragma unroll
+      for (auto& piece : pairs())
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float2 score = __half22float2(piece[r]);
+          const float natural = units[r] * device::kLn2;
+          piece[r] = __floats2half2_rn(device::capped(score.x * natural, p.softcap),
+                                       device::capped(score.y * natural, p.softcap));
+        }
     }
-    if (now.tile < now.whole_begin || now.tile >= now.whole_end)
-      mask(p, shared.work[now.work_slot], now.tile * Tile::kKeys, scores);
+#pragma unroll
+    for (int r = 0; r < 2; ++r)  // neither 0 nor inf, which a hidden score or 0 would make NaN
+      factor[r] = __float2half2_rn(
+          fminf(fmaxf(is_capped ? device::kLog2E : units[r], 0x1p-24f), 65504.0f));
+    if (now.tile < now.whole_begin || now.tile >= now.whole_end) mask_pairs();
   }
 
   /// Weights of half a tile times their values' scales, as codes.
@@ -123,13 +154,15 @@ struct Fp8Consumer {
     const Scales& scales = shared.scales[turned.slot];
     constexpr int kPieces = Tile::kKeys / 8 / 2;
 #pragma unroll
-    for (int i = kHalf * kPieces; i < (kHalf + 1) * kPieces; i += 2) {
-      const float4 value = scales_of(scales.value, i);
+    for (int i = kHalf * kPieces; i < (kHalf + 1) * kPieces; i += 4) {
+      __half2 value[4];
+      load_scales(value, scales.value, i);
 #pragma unroll
-      for (int r = 0; r < 2; ++r)
-        weights[i / 4][i % 4 + r] = ptx::pack_e4m3(
-            scores[i][2 * r] * value.x, scores[i][2 * r + 1] * value.y,
-            scores[i + 1][2 * r] * value.z, scores[i + 1][2 * r + 1] * value.w);
+      for (int j = 0; j < 4; j += 2)
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          weights[i / 4][j + r] = ptx::pack_e4m3(__hmul2(pairs()[i + j][r], value[j]),
+                                                 __hmul2(pairs()[i + j + 1][r], value[j + 1]));
     }
   }
 
@@ -140,46 +173,67 @@ struct Fp8Consumer {
       for (float& sum : piece) sum = 0.0f;
   }
 
+  /// One warpgroup makes weights at a time: left alone, both fall into step, wait for the unit of
+  /// exponentials together and then for the tensor cores. H200, causal, 16k keys: 699 TFLOP/s
+  /// without turns, 722 to 728 with them; with turns of the products 670.
+  __device__ __forceinline__ void await_turn() const {
+    ptx::named_barrier_sync(kFirstTurn + warpgroup, 2 * kWarpgroup);
+  }
+  __device__ __forceinline__ void pass_turn() const {
+    ptx::named_barrier_arrive(kFirstTurn + (warpgroup ^ 1), 2 * kWarpgroup);
+  }
+
   __device__ __forceinline__ static void release(std::uint64_t* barrier) {
     if (threadIdx.x % kWarpgroup == 0) ptx::mbarrier_arrive(barrier);
   }
 
-  /// Asks the tensor cores for the scores of a tile.
+  /// Waits for the keys of a tile.
   __device__ __forceinline__ void begin_tile() {
     ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
-    issue_scores(keys = ring.slot);
+    keys = ring.slot;
     ring.next();
   }
 
-  /// From its scores to its values. These are multiplied in two halves, the first beside the
-  /// exponentials of the second.
-  __device__ __forceinline__ void finish_tile() {
+  /// From a tile's scores to its values' products, which are multiplied in two halves, the first
+  /// beside the exponentials of the second.
+  __device__ __forceinline__ void multiply_values() {
     ptx::mbarrier_wait(&shared.turned_full[turned.slot], turned.parity);
+    const Scales& scales = shared.scales[turned.slot];
+    __half2 key[Tile::kKeys / 32][4];
+#pragma unroll
+    for (int i = 0; i < Tile::kKeys / 32; ++i) load_scales(key[i], scales.key, 4 * i);
+    const float units[2] = {unit[0] * scales.key_unit, unit[1] * scales.key_unit};
     ptx::wgmma_wait<0>();
     ptx::hold_registers(scores);
     release(&shared.free[keys]);
     release_queries();
-    float factor[2], keep[2];
-    finish_scores(factor);
-    const float4 above = *reinterpret_cast<const float4*>(shared.scales[turned.slot].above);
-    softmax.raise(scores, keep, factor,
-                  fmaxf(fmaxf(above.x, above.y), fmaxf(above.z, above.w)));
+    __half2 factor[2];
+    float keep[2];
+    finish_scores(key, units, factor);
+    softmax.raise(pairs(), keep, factor);
     constexpr int kPieces = Tile::kKeys / 8;
-    softmax.weigh<0, kPieces / 2>(scores, factor);
-    softmax.add<0, kPieces / 2>(scores, keep);
+    await_turn();
+    softmax.weigh<0, kPieces / 2>(pairs(), factor);
+    softmax.add<0, kPieces / 2>(pairs(), keep);
     round_weights<0>();
     issue_values<0>();
-    softmax.weigh<kPieces / 2, kPieces>(scores, factor);
-    softmax.add<kPieces / 2, kPieces>(scores, {1.0f, 1.0f});
+    softmax.weigh<kPieces / 2, kPieces>(pairs(), factor);
+    softmax.add<kPieces / 2, kPieces>(pairs(), {1.0f, 1.0f});
     round_weights<1>();
     issue_values<1>();
-    if (device::any_lane(keep[0] != 1.0f || keep[1] != 1.0f)) {
+    pass_turn();
+    const int above = shared.scales[turned.slot].value_exponent;
+    if (device::any_lane(keep[0] != 1.0f || keep[1] != 1.0f || above != exponent)) {
+      const float shift = ptx::exp2_approx(static_cast<float>(exponent - above));
+      exponent = above;
 #pragma unroll
       for (auto& piece : sums)
 #pragma unroll
-        for (int c = 0; c < 4; ++c) piece[c] *= keep[c / 2];
+        for (int c = 0; c < 4; ++c) piece[c] *= keep[c / 2] * shift;
     }
-    ptx::wgmma_wait<0>();
+  }
+
+  __device__ __forceinline__ void add_parts() {
     ptx::hold_registers(parts);
     ptx::mbarrier_arrive(&shared.turned_free[turned.slot]);
     turned.next();
@@ -205,6 +259,8 @@ struct Fp8Consumer {
       if (left > 0) to[0] = ends[0].lse;
       if (left > 8) to[8] = ends[1].lse;
     }
+    const float unit_of_sums = ptx::exp2_approx(static_cast<float>(exponent));
+    const float factors[2] = {ends[0].factor * unit_of_sums, ends[1].factor * unit_of_sums};
     const std::int64_t width = std::int64_t{p.heads} * p.head_dim;
     const int column = lane % 4 * 4;
     auto* to = static_cast<__nv_bfloat16*>(p.out) + query * width + work.head * p.head_dim + column;
@@ -215,24 +271,40 @@ struct Fp8Consumer {
         if (8 * r >= left || 8 * i + column >= p.head_dim) continue;
         const float4 sum = {sums[i][2 * r], sums[i + 1][2 * r], sums[i][2 * r + 1],
                             sums[i + 1][2 * r + 1]};
-        attention_tile::store_scaled(to + 8 * r * width + 8 * i, sum, ends[r].factor);
+        attention_tile::store_scaled(to + 8 * r * width + 8 * i, sum, factors[r]);
       }
   }
 
   __device__ __forceinline__ void run() {
-    bool first = true;
-    while (begin_work()) {
+    if (warpgroup == 1) pass_turn();  // warpgroup 0 begins
+    if (!begin_work()) return;
+    begin_tile();
+    issue_scores(keys);
+    for (bool more = true; more;) {
       softmax = {};
+      exponent = -100;
       clear_sums();
-      for (;; --now.tile) {
-        begin_tile();
-        if (!first) ring.next();  // values of the tile before, which others turn
-        first = false;
-        finish_tile();
-        if (now.tile == now.first_tile) break;
+      const Current work = now;
+      for (bool last = false; !last;) {
+        multiply_values();
+        last = now.tile == now.first_tile;
+        if (last) {
+          more = begin_work();
+        } else {
+          --now.tile;
+        }
+        if (more) {
+          begin_tile();
+          ring.next();  // values of the tile before, which others turn
+        }
+        // Once too often: under a condition, the compiler would have the values wait for them.
+        issue_scores(keys);
+        ptx::wgmma_wait<1>();
+        add_parts();
       }
-      store(now);
+      store(work);
     }
+    ptx::wgmma_wait<0>();
   }
 };
 

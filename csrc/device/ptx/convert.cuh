@@ -26,16 +26,16 @@ __device__ __forceinline__ __half2 e4m3x2_to_half2(std::uint16_t pair) {
 }
 
 /// Four e4m3 codes in one register, the first in the low byte: nearest (ties to even), saturated at
-/// 448; NaN stays NaN. Compute 8.9 and later. From single codes the compiler packs with four
-/// instructions more.
-__device__ __forceinline__ std::uint32_t pack_e4m3(float a, float b, float c, float d) {
+/// 448; NaN stays NaN. Compute 8.9 and later.
+__device__ __forceinline__ std::uint32_t pack_e4m3(__half2 first, __half2 second) {
   std::uint32_t codes;
   asm("{\n.reg .b16 low, high;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
-      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 low, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f16x2 high, %2;\n"
       "mov.b32 %0, {low, high};\n}"
       : "=r"(codes)
-      : "f"(a), "f"(b), "f"(c), "f"(d));
+      : "r"(reinterpret_cast<const std::uint32_t&>(first)),
+        "r"(reinterpret_cast<const std::uint32_t&>(second)));
   return codes;
 }
 

@@ -1,4 +1,7 @@
 #pragma once
+#include <cuda_fp16.h>
+
+#include <cstdint>
 
 namespace ridgeline::ptx {
 
@@ -8,6 +11,13 @@ __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+/// The same of two halves, to 2^-9.9 of each; results below the normal range are kept.
+__device__ __forceinline__ __half2 exp2_approx(__half2 x) {
+  std::uint32_t y;
+  asm("ex2.approx.f16x2 %0, %1;" : "=r"(y) : "r"(reinterpret_cast<const std::uint32_t&>(x)));
+  return reinterpret_cast<const __half2&>(y);
 }
 
 /// The larger of two; NaN if one is NaN.

@@ -71,4 +71,28 @@ struct WgmmaFp8Registers<128> {
   }
 };
 
+/// As WgmmaFp8, with sums in fp16: d[i][r] are the two that are d[i][2 r] and the next there.
+template <int N>
+struct WgmmaFp8Half;
+
+template <>
+struct WgmmaFp8Half<128> {
+  __device__ __forceinline__ static void mma(std::uint32_t (&d)[16][2], std::uint64_t a,
+                                             std::uint64_t b, bool accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f16.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+        "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+        "}, %32, %33, p, 1, 1;\n}\n"
+        : "+r"(d[0][0]), "+r"(d[0][1]), "+r"(d[1][0]), "+r"(d[1][1]), "+r"(d[2][0]), "+r"(d[2][1]),
+          "+r"(d[3][0]), "+r"(d[3][1]), "+r"(d[4][0]), "+r"(d[4][1]), "+r"(d[5][0]), "+r"(d[5][1]),
+          "+r"(d[6][0]), "+r"(d[6][1]), "+r"(d[7][0]), "+r"(d[7][1]), "+r"(d[8][0]), "+r"(d[8][1]),
+          "+r"(d[9][0]), "+r"(d[9][1]), "+r"(d[10][0]), "+r"(d[10][1]), "+r"(d[11][0]),
+          "+r"(d[11][1]), "+r"(d[12][0]), "+r"(d[12][1]), "+r"(d[13][0]), "+r"(d[13][1]),
+          "+r"(d[14][0]), "+r"(d[14][1]), "+r"(d[15][0]), "+r"(d[15][1])
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+  }
+};
+
 }  // namespace ridgeline::ptx
