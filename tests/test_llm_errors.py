@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -410,6 +412,50 @@ def test_an_interrupt_while_a_lock_is_awaited_gives_the_place_up():
         thread.join()
     with pytest.raises(RuntimeError, match="does not hold"):
         lock.__exit__(None, None, None)
+
+
+def test_a_signal_handler_takes_a_lock_that_its_thread_awaits():
+    lock, held, order = FairLock(), threading.Event(), []
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            while not lock.waiting:
+                time.sleep(0)
+            signal.raise_signal(signal.SIGUSR1)
+            while lock.waiting < 2:
+                time.sleep(0)
+
+    def handle(*_: object) -> None:
+        with lock:
+            order.append("handler")
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    try:
+        thread = threading.Thread(target=hold)
+        thread.start()
+        held.wait()
+        with lock:
+            order.append("main")
+        thread.join()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert order == ["handler", "main"]
+
+
+def test_python_ends_while_a_daemon_awaits_a_lock():
+    script = """
+import threading
+from ridgeline._C import FairLock
+
+lock = FairLock()
+lock.__enter__()
+threading.Thread(target=lock.__enter__, daemon=True).start()
+while not lock.waiting:
+    pass
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 def test_a_thread_that_comes_later_is_served_beside_the_first(folder: Path):

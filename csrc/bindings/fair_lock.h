@@ -25,21 +25,20 @@ class FairLock {
       ++depth_;
       return;
     }
+    // What a signal or a finalizer runs while this thread waits comes before what it interrupts.
+    const auto outer = std::ranges::find(waiting_, self, &Place::thread);
     const std::uint64_t ticket = next_ticket_++;
-    waiting_.push_back(ticket);
-    const auto is_next = [&] { return depth_ == 0 && waiting_.front() == ticket; };
+    waiting_.insert(outer, {.ticket = ticket, .thread = self});
+    const auto is_next = [&] { return depth_ == 0 && waiting_.front().ticket == ticket; };
     while (!is_next()) {
+      PyThreadState* const state = PyEval_SaveThread();
+      changed_.wait_for(guard, kLookForInterrupts, is_next);
       guard.unlock();
-      {
-        pybind11::gil_scoped_release without_gil;
-        guard.lock();
-        changed_.wait_for(guard, kLookForInterrupts, is_next);
-        guard.unlock();
-      }
+      PyEval_RestoreThread(state);  // in no destructor: at the end of Python it unwinds the thread
       const bool interrupted = PyErr_CheckSignals() != 0;
       guard.lock();
       if (interrupted) {
-        waiting_.erase(std::ranges::find(waiting_, ticket));
+        waiting_.erase(std::ranges::find(waiting_, ticket, &Place::ticket));
         changed_.notify_all();
         throw pybind11::error_already_set();
       }
@@ -64,11 +63,15 @@ class FairLock {
   }
 
  private:
+  struct Place {
+    std::uint64_t ticket;
+    std::thread::id thread;
+  };
   static constexpr std::chrono::milliseconds kLookForInterrupts{50};
 
   mutable std::mutex mutex_;  // held for a few instructions, and never while the GIL is awaited
   std::condition_variable changed_;
-  std::deque<std::uint64_t> waiting_;  // tickets, first come first
+  std::deque<Place> waiting_;  // first come, first served
   std::uint64_t next_ticket_ = 0;
   std::thread::id owner_;
   int depth_ = 0;
