@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ridgeline.graphs import MIXED_TOKENS, mixed_seqs
+from ridgeline.graphs import mixed_seqs, mixed_tokens
 from ridgeline.kv_cache import KVCache, KVCacheLayout, blocks_for_cpu, blocks_for_cuda
 from ridgeline.memory import MemoryLine, MemoryPlan, plan_memory, step_cost, tensor_bytes
 from ridgeline.models.config import ModelConfig
@@ -101,7 +101,10 @@ class Starter:
         if options.max_model_len is None:
             context = min(context, (num_blocks - 1) * options.block_size)
         host_blocks = swap_blocks(layout, options.swap_space)
-        runner = self._make(decoder, num_blocks, context, host_blocks)
+        graph_bytes = taken.get("graph pool", self.plan.predicted("graph pool"))
+        runner = self._make(
+            decoder, num_blocks, context, host_blocks, max(graph_bytes - self._logits_bytes, 0)
+        )
         cost = step_cost(self._config, layout, self._dtype, options.quantization, self._roofs)
         settings = {
             "num_blocks": num_blocks,
@@ -121,38 +124,48 @@ class Starter:
         machine = "unknown machine" if self._roofs is None else self._roofs.name
         return Started(runner, settings, machine, self._account(taken, num_blocks))
 
-    def _make(self, decoder: Decoder, blocks: int, context: int, host_blocks: int) -> Runner:
+    @property
+    def _logits_bytes(self) -> int:
+        """Of the logits that all graphs leave at one place."""
+        rows = self._options.max_num_seqs * self._use_graphs
+        return rows * self._config.vocab_size * self._dtype.itemsize
+
+    def _make(
+        self, decoder: Decoder, blocks: int, context: int, host_blocks: int, graph_bytes: int
+    ) -> Runner:
         limits = StepLimits(
             max_num_seqs=self._options.max_num_seqs,
             max_num_batched_tokens=self._options.max_num_batched_tokens,
             max_blocks_per_seq=-(-context // self._options.block_size),
         )
         cache = KVCache.allocate(self._layout, blocks, self._device)
-        return Runner(decoder, cache, limits, use_graphs=self._use_graphs, host_blocks=host_blocks)
+        return Runner(
+            decoder, cache, limits, use_graphs=self._use_graphs, graph_bytes=graph_bytes,
+            host_blocks=host_blocks,
+        )  # fmt: skip
 
     def _measure(self, decoder: Decoder) -> dict[str, int]:
         """What the largest prefill step takes, and for the pool of the graphs as much as the
         largest step that gets a graph."""
         device, options = self._device, self._options
         before = torch.cuda.memory_allocated(device)
-        runner = self._make(decoder, 1, self._max_model_len, 0)
+        runner = self._make(decoder, 1, self._max_model_len, 0, 0)
         static = torch.cuda.memory_allocated(device) - before
         peaks_of = []
         most, seqs = options.max_num_batched_tokens, options.max_num_seqs
-        mixed = min(MIXED_TOKENS[-1], most)
-        steps = [(most, seqs, most), (seqs, seqs, 1), (mixed, mixed_seqs(seqs)[-1], mixed)]
+        steps = [(most, seqs, most)]
+        if self._use_graphs:
+            mixed = mixed_tokens(most)[-1]
+            steps += [(seqs, seqs, 1), (mixed, mixed_seqs(seqs)[-1] + 1, mixed)]
         for step in steps:
             torch.cuda.reset_peak_memory_stats(device)
             runner.profile(*step)
             torch.cuda.synchronize(device)
             peaks_of.append(torch.cuda.max_memory_allocated(device) - before - static)
-        logits = 0
-        if self._use_graphs:
-            logits = options.max_num_seqs * self._config.vocab_size * self._dtype.itemsize
         return {
-            "step buffers": static - logits,
+            "step buffers": static - self._logits_bytes,
             "activations of prefill": peaks_of[0],
-            "graph pool": max(peaks_of[1:]) + logits,
+            "graph pool": max(peaks_of[1:], default=0) + self._logits_bytes,
         }
 
     def _account(self, taken: dict[str, int], num_blocks: int) -> tuple[MemoryLine, ...]:

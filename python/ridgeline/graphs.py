@@ -13,9 +13,10 @@ from ridgeline._C import engine
 
 
 class GraphKey(NamedTuple):
-    """All that a captured step depends on. It has as many sequences as logits rows."""
+    """All that a captured step depends on."""
 
     tokens: int
+    seqs: int
     rows: int
     max_q: int
     shared_blocks: int
@@ -68,9 +69,9 @@ class StepBuffers:
     def _arena_words(tokens: int, seqs: int, blocks: int) -> int:
         # Three arrays of tokens, three of sequences, three of rows, each padded. A step has a row
         # for each token at most, and one more for each sequence that samples from a position
-        # whose row another has. Then the lists: no block-table entry is updated twice, no
-        # sequence copies more than one block.
-        fixed = 6 * tokens + 6 * seqs + 10 * _ALIGNMENT
+        # whose row another has. A graph may have a sequence more, of padding tokens. Then the
+        # lists: no block-table entry is updated twice, no sequence copies more than one block.
+        fixed = 6 * tokens + 6 * (seqs + 1) + 10 * _ALIGNMENT
         return fixed + 3 * seqs * blocks + 2 * seqs
 
     @classmethod
@@ -117,11 +118,18 @@ class StepGraphs:
             them, and spares the pool a tensor of logits for each graph.
     """
 
-    def __init__(self, max_num_seqs: int, max_tokens: int, vocab: int, like: Tensor) -> None:
-        """``max_tokens``: of a step. ``like``: a tensor of the logits' dtype and device."""
+    def __init__(
+        self, max_num_seqs: int, max_tokens: int, vocab: int, pool_bytes: int, like: Tensor
+    ) -> None:
+        """``max_tokens``: of a step. ``like``: a tensor of the logits' dtype and device.
+
+        ``pool_bytes``: what the largest step takes. The pool has them from the first capture on:
+        graphs that come in order of size would each take what the smaller ones cannot lend.
+        """
         self.buckets = decode_buckets(max_num_seqs)
         self._mixed_seqs = mixed_seqs(max_num_seqs)
-        self._mixed_tokens = [size for size in MIXED_TOKENS if size <= max_tokens]
+        self._mixed_tokens = mixed_tokens(max_tokens)
+        self._pool_bytes = pool_bytes
         self.logits = like.new_empty((max_num_seqs, vocab))
         self.replays = 0
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
@@ -129,17 +137,14 @@ class StepGraphs:
     def key(self, batch: engine.Batch, shared_blocks: int) -> GraphKey | None:
         """The smallest graph that holds a step, or None."""
         if batch.max_q > 1:
-            # A sequence more than the batch has takes the padding tokens.
-            tokens = next((size for size in self._mixed_tokens if size >= batch.num_tokens), None)
-            wanted = max(batch.num_seqs + 1, batch.num_rows)
-            seqs = next((size for size in self._mixed_seqs if size >= wanted), None)
+            tokens = _smallest(self._mixed_tokens, batch.num_tokens)
+            seqs = _smallest(self._mixed_seqs, max(batch.num_seqs, batch.num_rows))
             if tokens is None or seqs is None:
                 return None
-            return GraphKey(tokens, seqs, tokens, 0)
+            return GraphKey(tokens, seqs + 1, seqs, tokens, 0)  # one takes the padding tokens
         # Several outputs may begin at one last token of a prompt: more rows than tokens.
-        wanted = max(batch.num_tokens, batch.num_rows)
-        size = next((size for size in self.buckets if size >= wanted), None)
-        return None if size is None else GraphKey(size, size, 1, shared_bucket(shared_blocks))
+        size = _smallest(self.buckets, max(batch.num_tokens, batch.num_rows))
+        return None if size is None else GraphKey(size, size, size, 1, shared_bucket(shared_blocks))
 
     def run(self, key: GraphKey, compute: Callable[[], Tensor]) -> Tensor:
         """The logits that ``compute`` returns, at their fixed place.
@@ -156,6 +161,8 @@ class StepGraphs:
             first = next(iter(self._graphs.values()), None)
             pool = None if first is None else first.pool()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                if first is None:
+                    torch.empty(self._pool_bytes, dtype=torch.uint8, device=self.logits.device)
                 self.logits[:rows].copy_(compute())
             self._graphs[key] = graph
         graph.replay()
@@ -177,9 +184,18 @@ def decode_buckets(max_num_seqs: int) -> list[int]:
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
 
 
+def mixed_tokens(max_tokens: int) -> list[int]:
+    """The numbers of tokens that get graphs of steps with prompt tokens."""
+    return sorted({min(size, max_tokens) for size in MIXED_TOKENS})
+
+
 def mixed_seqs(max_num_seqs: int) -> list[int]:
-    """The numbers of sequences that get graphs of steps with prompt tokens."""
+    """Their numbers of sequences, but for the one of padding tokens."""
     return sorted({min(size, max_num_seqs) for size in MIXED_SEQS})
+
+
+def _smallest(sizes: list[int], wanted: int) -> int | None:
+    return next((size for size in sizes if size >= wanted), None)
 
 
 def shared_bucket(blocks: int) -> int:

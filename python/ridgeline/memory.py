@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ridgeline.graphs import MIXED_TOKENS, StepBuffers, mixed_seqs
+from ridgeline.graphs import StepBuffers, mixed_seqs, mixed_tokens
 from ridgeline.kv_cache import KVCacheLayout
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.weights import parameters
@@ -58,6 +58,10 @@ class MemoryPlan:
     @property
     def others(self) -> int:
         return sum(line.predicted for line in self.lines)
+
+    def predicted(self, name: str) -> int:
+        """Of the line called so; 0 if there is none."""
+        return sum(line.predicted for line in self.lines if line.name == name)
 
     @property
     def num_blocks(self) -> int:
@@ -128,8 +132,8 @@ def plan_memory(
     ]  # fmt: skip
     if on_gpu:
         decode = _activations(config, size, max_num_seqs, max_num_seqs, workspace(max_num_seqs, 1))
-        tokens, seqs = min(MIXED_TOKENS[-1], max_num_batched_tokens), mixed_seqs(max_num_seqs)[-1]
-        mixed = _activations(config, size, tokens, seqs, workspace(seqs, tokens))
+        tokens, seqs = mixed_tokens(max_num_batched_tokens)[-1], mixed_seqs(max_num_seqs)[-1]
+        mixed = _activations(config, size, tokens, seqs, workspace(seqs + 1, tokens))
         pool = max(decode, mixed) + max_num_seqs * vocab * size
         lines.append(MemoryLine("graph pool", pool * graphs))
         lines.append(MemoryLine("context and kernels", CONTEXT_BYTES))

@@ -90,8 +90,10 @@ class Runner:
         limits: StepLimits,
         *,
         use_graphs: bool,
+        graph_bytes: int = 0,
         host_blocks: int = 0,
     ) -> None:
+        """``graph_bytes``: what the largest step that gets a graph takes besides its logits."""
         device, vocab = model.embedding.device, model.config.vocab_size
         self._model = model
         self._cache = cache
@@ -104,14 +106,17 @@ class Runner:
             extra=Sampler.words(limits.max_num_batched_tokens + limits.max_num_seqs),
         )
         # The splits of a decode meet here, so that attention is one kernel; zero between steps.
-        self._counters = torch.zeros(
-            limits.max_num_seqs * model.config.num_kv_heads + 2, dtype=torch.int32, device=device
-        )
+        counters = (limits.max_num_seqs + 1) * model.config.num_kv_heads + 2
+        self._counters = torch.zeros(counters, dtype=torch.int32, device=device)
         self._swap_space = SwapSpace(cache, host_blocks) if host_blocks else None
         self._graphs = None
         if use_graphs:
             self._graphs = StepGraphs(
-                limits.max_num_seqs, limits.max_num_batched_tokens, vocab, like=model.embedding
+                limits.max_num_seqs,
+                limits.max_num_batched_tokens,
+                vocab,
+                graph_bytes,
+                like=model.embedding,
             )
         self.sampling = Sampler(device, vocab)
         self.asynchronous = device.type == "cuda"
@@ -131,7 +136,7 @@ class Runner:
         key, shared = None, self._shared_blocks(batch)
         if self._graphs is not None:
             key = self._graphs.key(batch, shared)
-        arena = batch.arena() if key is None else batch.arena(key.tokens, key.rows, key.rows)
+        arena = batch.arena() if key is None else batch.arena(key.tokens, key.seqs, key.rows)
         rows = batch.num_rows
         begin, _ = arena.offsets["row_seq_ids"]
         row_seq_ids = torch.frombuffer(arena, dtype=torch.int32)[begin : begin + rows]
@@ -170,9 +175,10 @@ class Runner:
                 counters=self._counters,
             )
             hidden = self._model.hidden_states(inputs, self._cache)
-            logits = self._model.logits(hidden[:seqs])
-            words = torch.ones(Sampler.words(seqs), dtype=torch.int32, device=device)
-            self.sampling.sample(logits, words, zeros[:seqs], None, 0)
+            rows = min(seqs, tokens)
+            logits = self._model.logits(hidden[:rows])
+            words = torch.ones(Sampler.words(rows), dtype=torch.int32, device=device)
+            self.sampling.sample(logits, words, zeros[:rows], None, 0)
 
     @property
     def graph_counts(self) -> tuple[int, int]:
