@@ -122,7 +122,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // bf16 10.6 and 9.1, 29.7 and 21.1. But fp8 by fp8 7.3 and 8.0, fp8 by 16 rows 7.2 and 8.3.
   constexpr bool kLong = kFormat == WeightFormat::kDense ||
                          (kFormat == WeightFormat::kFp8 && !kFp8X && kTokens == 64);
-  const bool alone = kLong && tiles * segments <= gemm_config::kClusters[0];
+  const bool alone = kLong && tiles <= gemm_config::kClusters[segments - 1];
   params.shared_bytes = gemm_config::kShareOfSm * (alone ? 2 : 1);
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
