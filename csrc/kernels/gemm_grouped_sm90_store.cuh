@@ -9,7 +9,7 @@ namespace ridgeline::gemm_grouped {
 /// The thread's two weight rows: where they are, and their factors.
 template <class T>
 struct RowFactors {
-  float scale[2] = {1.0f, 1.0f}, bias[2] = {};
+  float scale[2] = {1.0f, 1.0f}, bias[2] = {-0.0f, -0.0f};
 
   __device__ __forceinline__ void load(const GemmParams& p, int expert, const int (&n)[2]) {
     const bool fp8 = p.weight.format == WeightFormat::kFp8;
