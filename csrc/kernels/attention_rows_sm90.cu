@@ -37,7 +37,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     ptx::prefetch_tensor_map(&launch.v);
   }
   __syncthreads();  // the barriers are made
-  if (!launch.follows_common) ptx::wait_for_dependencies();
+  if (launch.follows_common) {
+    ptx::fence_device();  // L1 may have lengths and tables of a step before
+  } else {
+    ptx::wait_for_dependencies();
+  }
   // Once all its blocks have waited, the kernel of the other keys need not: that one's blocks begin
   // as this one's end. H200, 64 sequences with 8k common keys: 49.1 us, and 48.0 so.
   if constexpr (Tile::kCommon) ptx::launch_dependents();

@@ -16,8 +16,9 @@ __device__ __forceinline__ unsigned count_arrival(void* counter, unsigned last) 
   return before;
 }
 
-/// Orders this thread's reads and writes before and after it, for its block.
+/// Orders this thread's reads and writes before and after it, for its block; for all blocks.
 __device__ __forceinline__ void fence_block() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
+__device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 /// Loads from the L2 cache what other blocks have written. In the order in which they stand: many
 /// are on their way together.
