@@ -72,7 +72,7 @@ class Int4Linear:
     bias: Tensor | None
     batch_invariant: bool = False
 
-    folded_rows = 16
+    folded_rows = 8
     codes = None
 
     def __call__(
