@@ -281,7 +281,7 @@ void multiply_all(const GemmParams& params, const float* x, float* product) {
 }
 
 template <class T, class Product>
-void finish_row(const GemmParams& params, const Product* product, std::int64_t m) {
+void apply_epilogue(const GemmParams& params, const Product* product, std::int64_t m) {
   const int cols = params.out_cols();
   const T* residual = static_cast<const T*>(params.residual);
   T* y = static_cast<T*>(params.y) + m * cols;
@@ -309,7 +309,7 @@ void gemm(const GemmParams& params) {
   dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     parallel_for_each(params.M, params.N,
-                      [&](std::int64_t m) { finish_row<T>(params, product, m); });
+                      [&](std::int64_t m) { apply_epilogue<T>(params, product, m); });
   });
 }
 
@@ -331,7 +331,7 @@ void gemm_finish(const GemmParams& params, const void* product) {
   dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     parallel_for_each(params.M, params.N, [&](std::int64_t m) {
-      finish_row<T>(params, static_cast<const T*>(product), m);
+      apply_epilogue<T>(params, static_cast<const T*>(product), m);
     });
   });
 }
