@@ -59,7 +59,6 @@ class Job:
         }
         if not self._parts:
             raise ValueError("skip: expected to leave something to quantise")
-        self._sample: GroupedCodes | ScaledCodes | None = None
         self._bytes = [0, 0]
         self._losses: list[float | None] = [None, None]
         if windows is not None:
@@ -108,14 +107,20 @@ class Job:
         )
 
     def config_of_result(self) -> dict[str, Any]:
-        assert self._sample is not None
-        if isinstance(self._sample, GroupedCodes) and self._sample.group_index is not None:
-            return gptq_written_config(self._sample)
+        recipe = self._recipe
+        if recipe.act_order == "group":
+            return gptq_written_config(recipe.group_size, zero_point=recipe.zero_point)
         ignore = [self._config.spec.weights["head"][0]]
         for table in self._tables:
             for parameter in table.values():
                 ignore += [p.module for p in parameter.parts if p.columns and not self._is_ours(p)]
-        return written_config(self._sample, ignore)
+        return written_config(
+            recipe.scheme,
+            group_size=recipe.group_size,
+            zero_point=recipe.zero_point,
+            granularity=recipe.granularity,
+            ignore=ignore,
+        )
 
     def _is_ours(self, part: Part) -> bool:
         return part.name in self._parts
@@ -246,7 +251,7 @@ class Job:
                 pieces.append(made)
             joined = stack(pieces, torch.float32)
             assert isinstance(joined, (GroupedCodes, ScaledCodes))
-            result[part.name] = self._sample = joined
+            result[part.name] = joined
             row += part.rows
         return result
 

@@ -20,7 +20,7 @@ from ridgeline.quant.layout import (
     pack_words,
     unpack_words,
 )
-from ridgeline.quant.stored import GroupedCodes, ScaledCodes, Weight
+from ridgeline.quant.stored import FP8_BLOCK, GroupedCodes, ScaledCodes, Weight
 
 
 @dataclass(frozen=True)
@@ -129,27 +129,32 @@ def written(weight: GroupedCodes | ScaledCodes) -> dict[str, Tensor]:
     return tensors
 
 
-def written_config(weight: GroupedCodes | ScaledCodes, ignore: Sequence[str]) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint whose weights are as this one.
+def written_config(
+    kind: str, *, group_size: int, zero_point: bool, granularity: str, ignore: Sequence[str]
+) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint with weights of one kind.
 
-    ``ignore``: names of modules that are not quantised.
+    Args:
+        kind: "int4", "fp8" or "int8".
+        group_size: of int4: columns that share a scale, -1: all; it holds for every weight, so
+            that no single one can tell it: where it is the weight's width both look the same.
+        zero_point: of int4. granularity: of fp8: "tensor", "row" or "block".
+        ignore: names of modules that are not quantised, or patterns after "re:".
     """
     weights: dict[str, Any] = {"type": "int", "num_bits": 4, "symmetric": True, "dynamic": False}
     inputs: dict[str, Any] | None = None
-    if isinstance(weight, GroupedCodes):
-        form, groups = "pack-quantized", weight.scales.shape[0]
-        by_group = {"strategy": "group", "group_size": weight.q.shape[1] // groups}
-        weights |= {"strategy": "channel"} if groups == 1 else by_group
-        weights["symmetric"] = weight.zeros is None
+    if kind == "int4":
+        form, by_group = "pack-quantized", {"strategy": "group", "group_size": group_size}
+        weights |= {"strategy": "channel"} if group_size == -1 else by_group
+        weights["symmetric"] = not zero_point
     else:
-        is_int = weight.codes.dtype == torch.int8
-        form = "int-quantized" if is_int else "float-quantized"
-        weights |= {"type": "int" if is_int else "float", "num_bits": 8}
-        weights["strategy"] = "channel" if weight.scale.numel() > 1 else "tensor"
+        form = "int-quantized" if kind == "int8" else "float-quantized"
+        weights |= {"type": "int" if kind == "int8" else "float", "num_bits": 8}
+        weights["strategy"] = "tensor" if granularity == "tensor" else "channel"
         inputs = weights | {"strategy": "token", "dynamic": True}
-        if weight.block is not None:
-            weights |= {"strategy": "block", "block_structure": list(weight.block)}
-            inputs |= {"strategy": "group", "group_size": weight.block[1]}
+        if granularity == "block":
+            weights |= {"strategy": "block", "block_structure": [FP8_BLOCK, FP8_BLOCK]}
+            inputs |= {"strategy": "group", "group_size": FP8_BLOCK}
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
     return {
         "quant_method": "compressed-tensors",

@@ -174,16 +174,18 @@ def gptq_written(weight: GroupedCodes) -> dict[str, Tensor]:
     }
 
 
-def gptq_written_config(weight: GroupedCodes) -> dict[str, Any]:
-    """The ``quantization_config`` of a checkpoint whose weights are as this one."""
-    groups = len(weight.scales)
+def gptq_written_config(group_size: int, *, zero_point: bool) -> dict[str, Any]:
+    """The ``quantization_config`` of a checkpoint of 4-bit weights with an order of columns.
+
+    ``group_size``: of every weight, -1: all columns.
+    """
     return {
         "quant_method": "gptq",
         "checkpoint_format": "gptq_v2",
-        "bits": weight.bits,
-        "group_size": -1 if groups == 1 else weight.q.shape[1] // groups,
-        "desc_act": weight.group_index is not None,
-        "sym": weight.zeros is None,
+        "bits": 4,
+        "group_size": group_size,
+        "desc_act": True,
+        "sym": not zero_point,
     }
 
 

@@ -69,7 +69,9 @@ def pack_words(codes: Tensor, bits: int) -> Tensor:
     bytes_ = F.pad(codes.to(torch.uint8), (0, -codes.shape[-1] % (32 // bits)))
     if bits == 4:
         bytes_ = bytes_[:, ::2] | (bytes_[:, 1::2] << 4)
-    return bytes_.contiguous().view(torch.int32)
+    # A single row may count as contiguous whatever its stride, which a wider dtype cannot have.
+    rows, columns = bytes_.shape[0], bytes_.shape[1] // 4
+    return bytes_.contiguous().flatten().view(torch.int32).unflatten(0, (rows, columns))
 
 
 def block_of(value: Any) -> tuple[int, int]:
