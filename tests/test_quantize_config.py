@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import tiny_model
 from ridgeline import LLM, SamplingParams, quantize_checkpoint
 from test_models import load, logits_of
 from tiny_model import one_thread  # noqa: F401
 
+VISION = {
+    "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14,
+}  # fmt: skip
 PROMPT = tiny_model.prompt_of(20)
 
 
@@ -68,3 +74,36 @@ def test_a_group_of_all_columns_is_a_channel(tmp_path: Path, zero_point: bool):
     load(tmp_path / "out")
     assert weights_of(tmp_path / "out")["strategy"] == "channel"
     assert "group_size" not in weights_of(tmp_path / "out")
+
+
+def test_what_is_copied_is_ignored(tmp_path: Path):
+    """By a rule of compressed-tensors: a module's whole name, or a match from its begin on."""
+    text = {
+        "vocab_size": tiny_model.VOCAB, "hidden_size": 64, "intermediate_size": 160,
+        "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+    }  # fmt: skip
+    tiny_model.save_model(
+        tmp_path / "in", "gemma3",
+        text_config=text, vision_config=VISION, image_token_index=0, mm_tokens_per_image=4,
+    )  # fmt: skip
+    quantize_checkpoint(
+        tmp_path / "in", tmp_path / "out", group_size=32, skip=("down_proj",), device="cpu"
+    )
+    ignore = config_of(tmp_path / "out")["ignore"]
+    assert len(set(ignore)) == len(ignore)
+    assert {"lm_head", "language_model.lm_head"} <= set(ignore)
+
+    def is_ignored(module: str) -> bool:
+        rules = [rule.removeprefix("re:") for rule in ignore if rule.startswith("re:")]
+        return module in ignore or any(re.match(rule, module) for rule in rules)
+
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    copied = {name for name, tensor in tensors.items() if name.endswith("weight")}
+    copied = {name.rpartition(".")[0] for name in copied if tensors[name].dim() > 1}
+    assert any("vision_tower" in name for name in copied)
+    assert any("multi_modal_projector" in name for name in copied)
+    assert sum("down_proj" in name for name in copied) == 2
+    assert not [name for name in copied if not is_ignored(name)]
+    assert is_ignored("model.vision_tower.vision_model.encoder.layers.0.mlp.fc1")
+    packed = [name.rpartition(".")[0] for name in tensors if name.endswith("weight_packed")]
+    assert len(packed) == 12 and not any(map(is_ignored, packed))

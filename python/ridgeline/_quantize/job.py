@@ -59,6 +59,7 @@ class Job:
         }
         if not self._parts:
             raise ValueError("skip: expected to leave something to quantise")
+        self._copied: list[str] = []  # with two dimensions or more
         self._bytes = [0, 0]
         self._losses: list[float | None] = [None, None]
         if windows is not None:
@@ -86,7 +87,10 @@ class Job:
             progress(done, len(self._parts))
         for name in self._checkpoint.names():
             if name not in written_names:
-                self._writer.add(self._checkpoint.stored_name(name), self._checkpoint.tensor(name))
+                tensor = self._checkpoint.tensor(name)
+                self._writer.add(self._checkpoint.stored_name(name), tensor)
+                if tensor.dim() > 1:
+                    self._copied.append(name)
         self._writer.close()
         if self._windows is not None:
             for i, hidden in enumerate((self._before, self._after)):
@@ -110,17 +114,27 @@ class Job:
         recipe = self._recipe
         if recipe.act_order == "group":
             return gptq_written_config(recipe.group_size, zero_point=recipe.zero_point)
-        ignore = [self._config.spec.weights["head"][0]]
-        for table in self._tables:
-            for parameter in table.values():
-                ignore += [p.module for p in parameter.parts if p.columns and not self._is_ours(p)]
         return written_config(
             recipe.scheme,
             group_size=recipe.group_size,
             zero_point=recipe.zero_point,
             granularity=recipe.granularity,
-            ignore=ignore,
+            ignore=self._left(),
         )
+
+    def _left(self) -> list[str]:
+        """The modules with weights as they were, and patterns of those outside the decoder.
+
+        Readers may have longer names for the latter, and for the head its last part alone.
+        """
+        head, ignored = self._config.spec.weights["head"][0], self._config.spec.ignored
+        left = [head, head.rpartition(".")[2]]
+        for parameter in parameters(self._config):
+            left += [p.module for p in parameter.parts if p.columns and not self._is_ours(p)]
+        for prefix in ignored:
+            if any(name.startswith(prefix) for name in self._copied):
+                left.append(f"re:.*{prefix.strip('.')}.*")
+        return list(dict.fromkeys(left))
 
     def _is_ours(self, part: Part) -> bool:
         return part.name in self._parts
