@@ -1,4 +1,4 @@
-"""Checkpoints that ``quantize_checkpoint`` writes mean what they compute, whole or not at all."""
+"""Checkpoints that ``quantize_checkpoint`` writes mean what they compute."""
 
 from __future__ import annotations
 
@@ -188,29 +188,6 @@ def test_the_same_arguments_write_the_same_bytes(folder: Path, text: Path, tmp_p
         assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
 
 
-class Stop(BaseException):
-    """As an interrupt: no Exception."""
-
-
-def test_an_interrupt_leaves_what_was_there(folder: Path, tmp_path: Path):
-    def stop(done: int, total: int) -> None:
-        assert done and total == 14
-        raise Stop
-
-    out = tmp_path / "below" / "out"
-    with pytest.raises(Stop):
-        quantize_checkpoint(folder, out, device="cpu", progress=stop)
-    assert list((tmp_path / "below").iterdir()) == []
-    quantize_checkpoint(folder, out, device="cpu")
-    before = {file.name: file.read_bytes() for file in out.iterdir()}
-    with pytest.raises(Stop):
-        quantize_checkpoint(folder, out, device="cpu", overwrite=True, scheme="fp8", progress=stop)
-    assert {file.name: file.read_bytes() for file in out.iterdir()} == before
-    quantize_checkpoint(folder, out, device="cpu", overwrite=True, scheme="fp8")
-    assert list((tmp_path / "below").iterdir()) == [out]
-    assert "float-quantized" in (out / "config.json").read_text()
-
-
 def test_a_loss_that_rises_is_told_by_who_writes_and_who_reads(
     folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -268,27 +245,6 @@ def test_mistakes_leave_nothing(folder: Path, tmp_path: Path, options: dict, mes
     with pytest.raises(ValueError, match=message):
         quantize_checkpoint(folder, tmp_path / "out", **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["binary", "short"]
-
-
-def test_folders_that_do_not_do(folder: Path, text: Path, tmp_path: Path):
-    with pytest.raises(FileNotFoundError, match="text: expected a file of text"):
-        quantize_checkpoint(folder, tmp_path / "out", text=tmp_path / "none", **SMALL)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        quantize_checkpoint(tmp_path / "nowhere", tmp_path / "out")
-    with pytest.raises(ValueError, match="another folder than the model's"):
-        quantize_checkpoint(folder, folder, overwrite=True)
-    taken = tmp_path / "taken"
-    taken.mkdir()
-    (taken / "notes.txt").write_text("mine")
-    with pytest.raises(ValueError, match="out: expected a folder that is new or empty"):
-        quantize_checkpoint(folder, taken, device="cpu")
-    with pytest.raises(ValueError, match="a folder with a config.json to overwrite"):
-        quantize_checkpoint(folder, taken, device="cpu", overwrite=True)
-    assert (taken / "notes.txt").read_text() == "mine"
-    done = tmp_path / "done"
-    quantize_checkpoint(folder, done, device="cpu")
-    with pytest.raises(ValueError, match="a checkpoint that is not quantised yet"):
-        quantize_checkpoint(done, tmp_path / "again", device="cpu")
 
 
 def test_weights_that_are_not_finite_are_refused(folder: Path, tmp_path: Path):

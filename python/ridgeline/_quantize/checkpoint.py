@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from ridgeline._quantize.calibration import windows_of
-from ridgeline._quantize.files import ShardWriter, copy_others, new_folder, write_json
+from ridgeline._quantize.files import ShardWriter, check_apart, copy_others, new_folder, write_json
 from ridgeline._quantize.job import Job
 from ridgeline._quantize.recipe import QuantizedCheckpoint, Recipe
 from ridgeline._setup import check_one_of, pick_device, pick_dtype
@@ -71,7 +71,7 @@ def quantize_checkpoint(
         skip: names of modules or patterns to leave as they are: the whole name or its end.
         device, dtype: of the computation, as those of ``LLM``.
         shard_bytes: of a file of the result.
-        overwrite: a checkpoint at ``out`` is replaced.
+        overwrite: a checkpoint at ``out`` is replaced, if nothing else is in its folder.
         progress: True shows a bar on stderr; a function is called with the matrices done and
             their number in all.
 
@@ -100,8 +100,7 @@ def quantize_checkpoint(
     )  # fmt: skip
     if config.stored_format is not None:
         raise ValueError(f"model: expected a checkpoint that is not quantised yet, {folder} is")
-    if target.resolve() == folder.resolve():
-        raise ValueError("out: expected another folder than the model's")
+    check_apart(target, model=folder, text=None if text is None else Path(text))
     if text is None and recipe.needs_text:
         raise ValueError(f"text: {method!r} learns from a text: expected a file, got none")
     windows = None

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,11 @@ _COPIED = (
     "chat_template*", "generation_config.json", "preprocessor_config.json", "*.tiktoken",
     "LICENSE*", "NOTICE*", "USE_POLICY*",
 )  # fmt: skip
+RECORD = "ridgeline_quantization.json"
+_WRITTEN = (
+    *_COPIED, "config.json", "*.safetensors", "model.safetensors.index.json", RECORD,
+    "processor_config.json", "quantize_config.json",  # of other writers
+)  # fmt: skip
 
 
 @contextmanager
@@ -27,28 +33,65 @@ def new_folder(path: Path, *, overwrite: bool) -> Iterator[Path]:
     Until then it is hidden beside ``path``; it is removed if the block raises.
 
     Raises:
-        ValueError: there is something at ``path``, unless it is a checkpoint and ``overwrite``.
+        ValueError: there is something at ``path``, unless it is a checkpoint, nothing else is
+            with it, and ``overwrite``. Asked before the block and again after it.
     """
-    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        if not overwrite:
-            raise ValueError(f"out: expected a folder that is new or empty (or overwrite): {path}")
-        if not (path / "config.json").is_file():
-            raise ValueError(f"out: expected a folder with a config.json to overwrite: {path}")
+    path = path.resolve()  # a link stays one
+    _check_replaceable(path, overwrite)
     path.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
     before = made.with_name(f"{made.name}.before")
     try:
         yield made
         made.chmod(0o777 & ~_umask())
+        _check_replaceable(path, overwrite)
         if path.exists():
             path.rename(before)
         made.rename(path)
-    except BaseException:  # an interrupt too
-        shutil.rmtree(made, ignore_errors=True)
+    finally:  # after an interrupt too, between any two steps
         if before.exists() and not path.exists():
             before.rename(path)
-        raise
-    shutil.rmtree(before, ignore_errors=True)
+        _remove(made if made.exists() else before)  # there is one of them at most
+
+
+def check_apart(target: Path, **sources: Path | None) -> None:
+    """Raises ValueError if one of the files and folders, or a link in one, leads into ``target``.
+
+    ``sources``: by what they are, for the message.
+    """
+    for what, source in sources.items():
+        if source is None:
+            continue
+        for path in (source, *source.glob("*")):
+            if path.resolve().is_relative_to(target.resolve()):
+                raise ValueError(f"out: expected a folder without the {what} in it, got {target}")
+
+
+def _check_replaceable(path: Path, overwrite: bool) -> None:
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return
+    if not overwrite:
+        raise ValueError(f"out: expected a folder that is new or empty (or overwrite): {path}")
+    if not (path / "config.json").is_file():
+        raise ValueError(f"out: expected a folder with a config.json to overwrite: {path}")
+    others = sorted(
+        entry.name
+        for entry in path.iterdir()
+        if not entry.is_file() or not any(fnmatchcase(entry.name, known) for known in _WRITTEN)
+    )
+    if others:
+        raise ValueError(
+            f"out: expected a checkpoint and nothing else to overwrite, {path} also holds "
+            + ", ".join(others[:8])
+        )
+
+
+def _remove(folder: Path) -> None:
+    """An interrupt meanwhile is raised when all of it is gone."""
+    try:
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _umask() -> int:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ridgeline._quantize.files import write_json
+from ridgeline._quantize.files import RECORD, write_json
 from ridgeline._quantize.gptq import ACT_ORDERS
 from ridgeline._quantize.schemes import GRANULARITIES, SCHEMES
 
@@ -19,7 +19,6 @@ METHODS = {
 """Of each scheme; rtn: round to nearest. Scaling of columns goes before the choice of codes."""
 
 RISE_TO_TELL = 0.03
-_RECORD = "ridgeline_quantization.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,15 +137,15 @@ class QuantizedCheckpoint:
     def save(self, folder: Path, recipe: Recipe) -> None:
         values: dict[str, Any] = {"recipe": asdict(recipe), "result": asdict(self)}
         del values["result"]["folder"]
-        write_json(folder / _RECORD, values)
+        write_json(folder / RECORD, values)
 
     @classmethod
     def of_folder(cls, folder: Path) -> QuantizedCheckpoint | None:
         """As :meth:`save` left it, if it did."""
         try:
-            values = json.loads((folder / _RECORD).read_text(encoding="utf-8"))["result"]
+            values = json.loads((folder / RECORD).read_text(encoding="utf-8"))["result"]
             return cls(folder, **values)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder / _RECORD} is not what quantize wrote: {error!r}") from error
+            raise ValueError(f"{folder / RECORD} is not what quantize wrote: {error!r}") from error
