@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM
 import tiny_model
 from quantized_files import words
 from ridgeline import LLM, SamplingParams, quantize_checkpoint
+from ridgeline._quantize import calibration
 from ridgeline._quantize.calibration import Layerwise, windows_of
 from ridgeline._quantize.recipe import METHODS
 from ridgeline.cli import main
+from ridgeline.models.decoder import Decoder
 from ridgeline.quant.compressed_tensors import written
 from ridgeline.quant.stored import GroupedCodes
 from ridgeline.tokenizer import Tokenizer
@@ -149,6 +151,21 @@ def test_the_loss_is_that_of_the_files(
         assert loss == pytest.approx(float(expected), rel=1e-4)
     record = json.loads((tmp_path / "out" / "ridgeline_quantization.json").read_text())
     assert record["recipe"]["seed"] == 1 and record["result"]["held_out"] == 31
+
+
+def test_the_loss_is_taken_of_some_tokens_at_a_time(
+    folder: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    rows, logits = [], Decoder.logits
+    monkeypatch.setattr(Decoder, "logits", lambda self, x: rows.append(len(x)) or logits(self, x))
+
+    def loss(name: str) -> float | None:
+        return quantize_checkpoint(folder, tmp_path / name, text=text, **SMALL).loss_before
+
+    whole = loss("whole")
+    monkeypatch.setattr(calibration, "_LOSS_TOKENS", 24)
+    assert loss("parts") == pytest.approx(whole, rel=1e-6)
+    assert rows == [31, 31, 24, 7, 24, 7]
 
 
 def test_windows_are_of_the_text_and_no_two_overlap(folder: Path, text: Path):

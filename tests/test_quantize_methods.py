@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from ridgeline import ops
 from ridgeline._quantize.gptq import Factor, gptq
@@ -131,3 +137,49 @@ def test_clipping_loses_less_than_the_whole_range(zero_point: bool):
     clipped = scheme.nearest(weight, seen(x).product).dequantize(torch.float32)
     whole = scheme.nearest(weight).dequantize(torch.float32)
     assert lost(x, clipped, weight) < 0.8 * lost(x, whole, weight)
+
+
+class Storages(TorchDispatchMode):
+    """How many storages of some bytes are there at once, those that ops are given among them."""
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__()
+        self._nbytes, self._tensors, self.most = nbytes, [], 0
+
+    def __torch_dispatch__(self, op: Callable, types: Any, args: Any = (), kwargs: Any = None):
+        out = op(*args, **(kwargs or {}))
+        tensors = [tensor for known in self._tensors if (tensor := known()) is not None]
+        tensors += [leaf for leaf in tree_leaves((args, out)) if isinstance(leaf, Tensor)]
+        large = [t for t in tensors if t.untyped_storage().nbytes() >= self._nbytes]
+        self.most = max(self.most, len({t.untyped_storage().data_ptr() for t in large}))
+        self._tensors = [ref(t) for t in {id(t): t for t in large}.values()]
+        return out
+
+
+@pytest.mark.parametrize(("act_order", "most"), [("none", 3), ("static", 4), ("group", 4)])
+def test_few_matrices_are_there_while_moments_are_factored(act_order: str, most: int):
+    """The moments, in order too if there is one, and two of the steps to the factor."""
+    moments = seen(inputs("correlated"))
+    with Storages(4 * K * K) as storages:
+        Factor.of(moments, damping=0.01, act_order=act_order)
+    assert 2 < storages.most <= most
+
+
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_few_copies_of_a_weight_are_there_while_factors_are_sought(zero_point: bool):
+    rows, scheme = 8 * K, Scheme("int4", 32, zero_point)
+    weight, moments = weight_of().repeat(rows // N + 1, 1)[:rows].clone(), seen(inputs("outliers"))
+    with Storages(4 * rows * K) as storages:
+        awq_factors([(weight, moments)], scheme, repeats=(1, 1, K))
+    assert 2 < storages.most <= 3
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_few_copies_of_a_weight_are_there_while_it_is_rounded(clip: bool):
+    """The weight, its columns by order, their codes; those of a block are smaller."""
+    rows, scheme = 8 * K, Scheme("int4", 32)
+    weight = weight_of().repeat(rows // N + 1, 1)[:rows].clone()
+    factor = Factor.of(seen(inputs("correlated")), damping=0.01, act_order="static")
+    with Storages(4 * rows * K) as storages:
+        gptq(weight, factor, scheme, clip=clip)
+    assert 2 < storages.most <= 3 + clip

@@ -16,6 +16,7 @@ from ridgeline.tokenizer import Tokenizer
 
 _BLOCK_SIZE = 64
 _STEP_TOKENS = 8192  # of several windows together
+_LOSS_TOKENS = 256  # whose logits are there at once, each in float32 and more
 
 
 @dataclass(frozen=True)
@@ -114,8 +115,9 @@ class Layerwise:
         """Nats a token, of each after those before it in its window."""
         total = 0.0
         for states, row in zip(hidden, ids.to(self._device).long()):
-            logits = self._ends.logits(self._ends.norm(states[:-1].contiguous()))
-            total += float(F.cross_entropy(logits.float(), row[1:], reduction="sum"))
+            for some, next_ids in zip(states[:-1].split(_LOSS_TOKENS), row[1:].split(_LOSS_TOKENS)):
+                logits = self._ends.logits(self._ends.norm(some.contiguous()))
+                total += float(F.cross_entropy(logits.float(), next_ids, reduction="sum"))
         return total / (ids.shape[0] * (ids.shape[1] - 1))
 
     def _inputs(self, count: int) -> StepInputs:

@@ -78,7 +78,8 @@ def quantize_checkpoint(
     Memory, on the device: the dense tensors of one layer, twice that in float32; with a text also
     embedding and head, ``samples * window * hidden`` values (held-out windows on top), and for
     awq, gptq and clip ``K * K`` float32 for each input of the layer's products, of experts for
-    each expert. On the host: a shard.
+    each expert; on top the largest of three or four more ``K * K`` (gptq), three or four float32
+    copies of a product's weight, and the logits of 256 tokens. On the host: a shard.
 
     Warns:
         The loss rose by more than 3%. The checkpoint is written nevertheless.

@@ -50,21 +50,22 @@ class Factor:
         if not bool(torch.isfinite(diagonal).all()):
             raise ValueError("inputs of a product are not finite: no moments to round by")
         K = len(diagonal)
-        order = torch.arange(K, device=diagonal.device)
+        order, moments = torch.arange(K, device=diagonal.device), seen.product
         if act_order != "none":
             order = torch.argsort(diagonal, descending=True, stable=True)
-        moments = seen.product[order][:, order]
+            moments = seen.product[order[:, None], order]
         unseen = moments.diagonal() == 0  # columns without inputs: rounded to nearest
         while True:
-            damped = moments.clone()
+            # One name for each next matrix: the one before it is free once it has been made.
+            step = moments.clone()
             mean = float(diagonal.mean())
-            damped.diagonal().add_(damping * mean).masked_fill_(unseen, mean or 1.0)
-            lower, failed = torch.linalg.cholesky_ex(damped)
+            step.diagonal().add_(damping * mean).masked_fill_(unseen, mean or 1.0)
+            step, failed = torch.linalg.cholesky_ex(step)
             if not int(failed):
-                inverse = torch.cholesky_inverse(lower)
-                upper, failed = torch.linalg.cholesky_ex(inverse, upper=True)
+                step = torch.cholesky_inverse(step)
+                step, failed = torch.linalg.cholesky_ex(step, upper=True)
             if not int(failed):
-                return cls(order, upper, moments, act_order)
+                return cls(order, step, moments, act_order)
             if damping > _MOST_DAMPING:
                 raise ValueError("the moments of a product's inputs cannot be factored")
             damping *= 10
@@ -84,14 +85,14 @@ def gptq(
     group = scheme.group(K)
     fixed = scheme.format != "int4" or factor.act_order == "static"
     group_of = (order if fixed else torch.arange(K, device=order.device)) // group
-    w = weight.t()[order]  # a column of the weight is a row here: it is read and written whole
     if fixed:
         back = order.argsort()
-        grid = scheme.grid(weight, factor.moments[back][:, back] if clip else None)
+        grid = scheme.grid(weight, factor.moments[back[:, None], back] if clip else None)
         scales, zeros = grid.scales.t().contiguous(), grid.zeros.t().contiguous()
     else:
-        scales = w.new_empty(K // group, N)
+        scales = weight.new_empty(K // group, N)
         zeros = torch.empty_like(scales)
+    w = weight.t()[order]  # a column of the weight is a row here: it is read and written whole
     codes = torch.empty_like(w)
     groups = group_of.tolist()
     diagonal = upper.diagonal().tolist()
@@ -109,8 +110,9 @@ def gptq(
             lost[j - low] = (w[j] - (codes[j] - zeros[g]) * scales[g]) / diagonal[j]
             w[j + 1 : high].addr_(upper[j, j + 1 : high], lost[j - low], alpha=-1)
         w[high:].addmm_(upper[low:high, high:].t(), lost, alpha=-1)
+    del w
     back = order.argsort()
     index = group_of[back] if factor.act_order == "group" and not fixed else None
     if not fixed:
         grid = Grid(scales.t(), zeros.t())
-    return scheme.weight(codes[back].t().contiguous(), grid, index)
+    return scheme.weight(codes.t()[:, back].contiguous(), grid, index)

@@ -15,7 +15,7 @@ _STEPS = 20
 
 def output_error(lost: Tensor, moments: Tensor) -> float:
     """The sum of squares of ``x @ lost^T`` over the inputs whose sum of ``x x^T`` is given."""
-    return float(((lost @ moments) * lost).sum())
+    return float((lost @ moments).mul_(lost).sum())
 
 
 def awq_factors(
@@ -44,8 +44,12 @@ def awq_factors(
         error = 0.0
         for weight, seen in readers:
             assert seen.product is not None
-            rounded = scheme.nearest(weight * factors).dequantize(torch.float32)
-            error += output_error(rounded / factors - weight, seen.product)
+            error += _error(weight, factors, scheme, seen.product)
         if error < least:
             best, least = factors, error
     return best
+
+
+def _error(weight: Tensor, factors: Tensor, scheme: Scheme, moments: Tensor) -> float:
+    rounded = scheme.nearest(weight * factors).dequantize(torch.float32)
+    return output_error(rounded.div_(factors).sub_(weight), moments)

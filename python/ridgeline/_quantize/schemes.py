@@ -112,8 +112,8 @@ class Scheme:
 
         def error(scales: Tensor, zeros: Tensor) -> Tensor:
             codes = int4_codes(columns, scales.unsqueeze(-1), zeros.unsqueeze(-1))
-            lost = (codes - zeros.unsqueeze(-1)) * scales.unsqueeze(-1) - columns
-            return (torch.einsum("ngi,gij->ngj", lost, blocks) * lost).sum(-1)
+            lost = codes.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1)).sub_(columns)
+            return torch.einsum("ngi,gij->ngj", lost, blocks).mul_(lost).sum(-1)
 
         least = error(scales, zeros)
         for shrink in _SHRINKS:

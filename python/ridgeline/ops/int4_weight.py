@@ -170,7 +170,7 @@ def int4_grid(columns: Tensor, dtype: torch.dtype, zero_point: bool) -> tuple[Te
 
 def int4_codes(values: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
     """The nearest of 0 to 15 for ``(code - zero) * scale``, float32."""
-    return ((values / scales).round() + zeros).clamp(0, 15)
+    return (values / scales).round_().add_(zeros).clamp_(0, 15)
 
 
 def _expect(ok: bool, message: str) -> None:

@@ -42,7 +42,9 @@ class GroupedCodes:
             groups = torch.arange(self.q.shape[1], device=self.q.device) // max(columns, 1)
         groups = groups.long()
         zeros = 1 << (self.bits - 1) if self.zeros is None else self.zeros.float()[groups].t()
-        return ((self.q.float() - zeros) * self.scales.float()[groups].t()).to(dtype)
+        values = self.q.float().sub_(zeros)
+        del zeros
+        return values.mul_(self.scales.float()[groups].t()).to(dtype)
 
 
 @dataclass(frozen=True)
