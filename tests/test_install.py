@@ -202,7 +202,9 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Built from the archive, in a path with a space, without git, without CUDA."""
     folder = tmp_path_factory.mktemp("a path with spaces")
     with tarfile.open(sdist) as archive:
-        archive.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # Python 3.10.12, 3.11.4 and later
+            archive.extraction_filter = tarfile.data_filter
+        archive.extractall(folder)
     (source,) = folder.glob("ridgeline-*")
     no_git = folder / "no git"
     no_git.mkdir()
