@@ -137,9 +137,9 @@ endif()
 
 # ---- Kernels ----------------------------------------------------------------------------------
 
-# One object from kernel files. Several are compiled as one text: each by itself costs the compiler
-# 4 s of its headers, once for each architecture and for the host. Kernels of Hopper's own
-# instructions, in files named so, are compiled for sm_90a alone and asked for only where
+# One object from kernel files. Several are compiled as one text, so what they name in unnamed
+# namespaces must differ: each by itself costs 4 s for its headers, which are read for each
+# architecture and for the host. Kernels of Hopper's own instructions, in files named so, are compiled for sm_90a alone and asked for only where
 # RIDGELINE_SM90A says that it is in the build; on other architectures their bodies are empty.
 function(ridgeline_compile_cuda sources result)
   list(JOIN sources ", " sources_named)

@@ -161,7 +161,7 @@ class StepGraphs:
             first = next(iter(self._graphs.values()), None)
             pool = None if first is None else first.pool()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                if first is None:
+                if first is None:  # freed at once: the pool keeps the memory
                     torch.empty(self._pool_bytes, dtype=torch.uint8, device=self.logits.device)
                 self.logits[:rows].copy_(compute())
             self._graphs[key] = graph
