@@ -139,8 +139,9 @@ endif()
 
 # One object from kernel files. Several are compiled as one text, so what they name in unnamed
 # namespaces must differ: each by itself costs 4 s for its headers, which are read for each
-# architecture and for the host. Kernels of Hopper's own instructions, in files named so, are compiled for sm_90a alone and asked for only where
-# RIDGELINE_SM90A says that it is in the build; on other architectures their bodies are empty.
+# architecture and for the host. Kernels of Hopper's own instructions, in files named so, are
+# compiled for sm_90a alone and asked for only where RIDGELINE_SM90A says that it is in the build;
+# on other architectures their bodies are empty.
 function(ridgeline_compile_cuda sources result)
   list(JOIN sources ", " sources_named)
   list(TRANSFORM sources PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/csrc/kernels/")
