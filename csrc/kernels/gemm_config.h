@@ -31,7 +31,7 @@ constexpr int kShareOfStrips = 114 * 1024;
 enum class Path : std::uint8_t {
   kStrips,   // Hopper, up to 8 rows: each block streams whole strips of the weight
   kDigits,   // Hopper, int4, up to 8 rows: the same, by the integer tensor cores
-  kCluster,  // Hopper, up to 64 rows: tiles of the weight, K split over a cluster of blocks
+  kCluster,  // Hopper, up to 64 rows, batch-invariant more: tiles of the weight, K cut by a cluster
   kStream,   // up to 16 rows: each warp streams a strip of the weight
   kTile,     // shared-memory tiles
   kExpand,   // Hopper, more rows: a weight of 4 or 8 bits is expanded between memory and wgmma
