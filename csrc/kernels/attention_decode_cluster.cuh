@@ -30,6 +30,12 @@ struct Exchange {
   }
 };
 
+/// Up to so many keys the kernel behind it starts beside it: a product fits there, but not twice on
+/// an SM, and brings weights meanwhile. H200, products and attention of a token, 200 keys: bf16 3.68
+/// ms, so 3.65; int4 1.54, 1.51. Attention behind attention, us, of 1k, 2k, 4k, 8k keys: 5.6, 6.3,
+/// 8.4, 12.7 if none starts early, 4.8, 6.0, 9.0, 14.6 if all do.
+constexpr int kEarlyKeys = 2048;
+
 /// Units of a pair of rows that each block joins.
 template <class Tile>
 constexpr int kUnits = Tile::kPairUnits / kCluster;
@@ -69,6 +75,7 @@ __device__ __forceinline__ void produce_item(const Launch& launch, Shared<Tile>&
   const std::int32_t* at = launch.attention.seq_lens;
   const int lane = threadIdx.x % device::kWarpSize;
   int length = ptx::load_from_l2(at);
+  if (length <= kEarlyKeys) ptx::launch_dependents();
   Item item = item_of_block<Tile>(launch, length);
   Bringer<Tile> bringer{launch, shared};
   ptx::wait_for_dependencies();
@@ -187,10 +194,6 @@ __global__ void __launch_bounds__(kThreads, 2)
     ptx::prefetch_tensor_map(&launch.v);
   }
   __syncthreads();  // the barriers are made
-  // The product behind it fits beside this kernel, but not twice on an SM: it brings weights
-  // meanwhile. H200, products and attention of a token, 200 keys: bf16 3.68 ms, so 3.65; int4 1.54,
-  // 1.51.
-  ptx::launch_dependents();
   ptx::cluster_arrive();
   const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
   if (warp < kWarps) {
