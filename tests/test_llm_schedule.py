@@ -16,6 +16,7 @@ from ridgeline.graphs import GraphKey, StepGraphs, shared_bucket
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.linear import DenseLinear
 from ridgeline.models.weights import parameters
+from ridgeline.runner import Runner
 from tiny_model import one_thread  # noqa: F401
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -99,16 +100,38 @@ class EagerGraphs(StepGraphs):
         return self.logits[: key.rows]
 
 
+def eager_graphs(runner: Runner) -> EagerGraphs:
+    blocks, size = runner._limits.max_blocks_per_seq, runner._cache.block_size
+    return EagerGraphs(8, 8192, blocks, size, tiny_model.VOCAB, 0, like=runner._model.embedding)
+
+
+def test_a_short_sequence_alone_reads_few_columns(folder: Path, monkeypatch):
+    """One longer than LONE_KEYS, and several, read whole tables; the tokens are the same."""
+    with open_llm(folder) as llm:
+        expected = tokens(llm, PROMPTS, GREEDY)
+    with open_llm(folder) as llm:
+        runner = llm._parts.runner
+        runner.asynchronous = True
+        monkeypatch.setattr("ridgeline.graphs.LONE_KEYS", 48)
+        runner._graphs = eager_graphs(runner)
+        assert [tokens(llm, prompt, GREEDY)[0] for prompt in PROMPTS] == expected
+        widths = {key.blocks for key in runner._graphs.used if key.seqs == 1}
+        size, whole = runner._cache.block_size, runner._limits.max_blocks_per_seq
+        assert widths == {48 // size, whole} and whole > 48 // size
+
+
 def test_padded_decode_steps_are_those_without_padding(folder: Path, params, alone):
     with open_llm(folder) as llm:
         runner = llm._parts.runner
         runner.asynchronous = True
-        runner._graphs = EagerGraphs(8, 8192, tiny_model.VOCAB, 0, like=runner._model.embedding)
+        runner._graphs = eager_graphs(runner)
         several = dataclasses.replace(params, n=2)
         assert tokens(llm, PROMPTS, params) == alone
         assert [o.outputs[0].token_ids for o in llm.generate(PROMPTS[:3], several)] == alone[:3]
         assert tokens(llm, PROMPTS[0], params) == alone[:1]
-        decode, mixed = {(8, 8, 8, 1, 0), (1, 1, 1, 1, 0)}, {(32, 9, 8, 32, 0), (192, 9, 8, 192, 0)}
+        blocks = runner._limits.max_blocks_per_seq
+        decode = {(8, 8, 8, 1, 0, blocks), (1, 1, 1, 1, 0, blocks)}
+        mixed = {(32, 9, 8, 32, 0, blocks), (192, 9, 8, 192, 0, blocks)}
         assert runner._graphs.used >= decode | mixed
 
 
@@ -120,17 +143,17 @@ def test_blocks_in_common_are_named_to_attention(folder: Path, graphs: bool, mon
     with open_llm(folder, enable_prefix_caching=False) as llm:
         expected = tokens(llm, prompts, GREEDY)
     monkeypatch.setattr("ridgeline.runner._SPARED_BYTES", 1)
-    given, attention = set(), ops.paged_attention
+    given, attention = set(), ops.rope_paged_attention
 
     def noted(*args, shared_blocks, **options):
         given.add(shared_blocks)
         return attention(*args, shared_blocks=shared_blocks, **options)
 
-    monkeypatch.setattr(ops, "paged_attention", noted)
+    monkeypatch.setattr(ops, "rope_paged_attention", noted)
     with open_llm(folder) as llm:
         runner = llm._parts.runner
         if graphs:
-            runner._graphs = EagerGraphs(8, 8192, tiny_model.VOCAB, 0, like=runner._model.embedding)
+            runner._graphs = eager_graphs(runner)
         assert tokens(llm, prompts, GREEDY) == expected
         assert given == {0, 8 if graphs else 9}  # a graph for 8, not for each count
     given.clear()

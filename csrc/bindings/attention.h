@@ -80,11 +80,20 @@ inline const std::int32_t* int32_data(const Tensor& tensor, const char* name, co
   return static_cast<const std::int32_t*>(tensor.data_ptr());
 }
 
-/// Allocates out and lse, and the workspace unless one is given, and runs.
 template <class Backend>
+void attend(const Backend& on, const AttentionParams& p) {
+  if constexpr (Backend::kIsCuda) {
+    ridgeline::attention(p, on.stream());
+  } else {
+    cpu::attention(p);
+  }
+}
+
+/// Allocates out and lse, and the workspace unless one is given, and runs `launch`.
+template <class Backend, class Launch>
 std::tuple<Tensor, Tensor> run_attention(const Backend& on, AttentionParams& p, const Tensor& q,
                                          const std::vector<std::int64_t>& lse_sizes,
-                                         const OptionalTensor& workspace) {
+                                         const OptionalTensor& workspace, const Launch& launch) {
   const Tensor out = empty_on_device_of(q, sizes_of(q), p.dtype);
   const Tensor lse = empty_on_device_of(q, lse_sizes, DType::kFloat32);
   p.out = out.data_ptr();
@@ -104,10 +113,8 @@ std::tuple<Tensor, Tensor> run_attention(const Backend& on, AttentionParams& p, 
       space = empty_on_device_of(q, {needed}, DType::kUInt8);
     }
     p.workspace = needed > 0 ? space->data_ptr() : nullptr;
-    ridgeline::attention(p, on.stream());
-  } else {
-    cpu::attention(p);
   }
+  launch();
   return {out, lse};
 }
 
@@ -129,7 +136,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   p.stride_lse_head = p.max_q;
   p.stride_lse_batch = std::int64_t{p.heads} * p.max_q;
   set_options(p, q, {sinks, causal, scale, window, softcap});
-  return run_attention(on, p, q, {p.batch, p.heads, p.max_q}, std::nullopt);
+  return run_attention(on, p, q, {p.batch, p.heads, p.max_q}, {}, [&] { attend(on, p); });
 }
 
 template <class Backend>
@@ -156,7 +163,7 @@ std::tuple<Tensor, Tensor> attention_varlen(const Tensor& q, const Tensor& k, co
   p.stride_v_row = v.stride(0), p.stride_v_head = v.stride(1);
   p.stride_lse_head = p.total_q;
   set_options(p, q, {sinks, causal, scale, window, softcap});
-  return run_attention(on, p, q, {p.heads, p.total_q}, std::nullopt);
+  return run_attention(on, p, q, {p.heads, p.total_q}, {}, [&] { attend(on, p); });
 }
 
 /// One scale tensor a quantised cache, none otherwise.
@@ -211,16 +218,22 @@ inline void set_kv_scales(AttentionParams& p, const Tensor& q, const Tensor& k_c
   p.stride_vs_head = v_scale->stride(2);
 }
 
-/// max_q 0: not known, and then bounded by the rows of q.
+/// What paged attention has beside q, the caches, tables and lengths. max_q 0: not known, and then
+/// bounded by the rows of q.
+struct PagedOptions {
+  const OptionalTensor &cu_q, &k_start, &q_scale, &k_scale, &v_scale;
+  std::int64_t max_q, shared_blocks;
+  bool batch_invariant;
+  const OptionalTensor& counters;
+  AttentionOptions shared;
+};
+
 template <class Backend>
-std::tuple<Tensor, Tensor> paged_attention(
-    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
-    const Tensor& seq_lens, const OptionalTensor& cu_q, std::int64_t max_q,
-    const OptionalTensor& k_start, const OptionalTensor& q_scale, const OptionalTensor& k_scale,
-    const OptionalTensor& v_scale, const OptionalTensor& sinks, bool causal, double scale,
-    std::int64_t window, double softcap, std::int64_t shared_blocks, bool batch_invariant,
-    const OptionalTensor& workspace, const OptionalTensor& counters) {
-  const Backend on(q, "q");
+AttentionParams paged_params(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache,
+                             const Tensor& block_tables, const Tensor& seq_lens,
+                             const PagedOptions& options) {
+  const auto& [cu_q, k_start, q_scale, k_scale, v_scale, max_q, shared_blocks, batch_invariant,
+               counters, shared] = options;
   Expect(q, "q").dim(3);
   Expect(k_cache, "k_cache").dim(4);
   Expect(seq_lens, "seq_lens").dim(1);
@@ -251,7 +264,7 @@ std::tuple<Tensor, Tensor> paged_attention(
   p.stride_lse_head = rows;
   set_cache(p, q, k_cache, v_cache, block_tables, seq_lens, k_start);
   set_kv_scales(p, q, k_cache, k_scale, v_scale);
-  set_options(p, q, {sinks, causal, scale, window, softcap});
+  set_options(p, q, shared);
   check(shared_blocks >= 0 && shared_blocks <= p.max_blocks, "shared_blocks: expected 0 to ",
         p.max_blocks, ", got ", shared_blocks);
   p.shared_keys = static_cast<std::int32_t>(shared_blocks) * p.block_size;
@@ -263,7 +276,23 @@ std::tuple<Tensor, Tensor> paged_attention(
           " (sequences x KV heads + 2), got ", counters->numel());
     p.counters = static_cast<std::int32_t*>(counters->data_ptr());
   }
-  return run_attention(on, p, q, {p.heads, rows}, workspace);
+  return p;
+}
+
+template <class Backend>
+std::tuple<Tensor, Tensor> paged_attention(
+    const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& block_tables,
+    const Tensor& seq_lens, const OptionalTensor& cu_q, std::int64_t max_q,
+    const OptionalTensor& k_start, const OptionalTensor& q_scale, const OptionalTensor& k_scale,
+    const OptionalTensor& v_scale, const OptionalTensor& sinks, bool causal, double scale,
+    std::int64_t window, double softcap, std::int64_t shared_blocks, bool batch_invariant,
+    const OptionalTensor& workspace, const OptionalTensor& counters) {
+  const Backend on(q, "q");
+  AttentionParams p = paged_params<Backend>(
+      q, k_cache, v_cache, block_tables, seq_lens,
+      {cu_q, k_start, q_scale, k_scale, v_scale, max_q, shared_blocks, batch_invariant, counters,
+       {sinks, causal, scale, window, softcap}});
+  return run_attention(on, p, q, {p.heads, q.size(0)}, workspace, [&] { attend(on, p); });
 }
 
 template <class Backend>

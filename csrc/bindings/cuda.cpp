@@ -10,6 +10,7 @@
 #include "bindings/sampling.h"
 #include "bindings/quantize.h"
 #include "bindings/reduction.h"
+#include "bindings/rope_attention.h"
 #include "build_info.h"
 #include "common/launch_trace.h"
 
@@ -62,6 +63,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CUDA, m) {
   if (core_build_id() != ridgeline::kBuildId) return;
   register_attention<Cuda>(m);
   register_kv_cache<Cuda>(m);
+  register_rope_attention<Cuda>(m);
   register_sampling<Cuda>(m);
   register_activation<Cuda>(m);
   register_gemm<Cuda>(m);

@@ -95,6 +95,13 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "Tensor(b!) k_cache, Tensor(c!) v_cache, Tensor slots, Tensor(d!)? k_scale, "
       "Tensor(e!)? v_scale, bool interleaved, bool weights_ready) -> ()");
   m.def(
+      "rope_paged_attention(Tensor(a!) q, Tensor k, Tensor v, Tensor positions, Tensor cos_sin, "
+      "Tensor slots, bool interleaved, Tensor(b!) k_cache, Tensor(c!) v_cache, "
+      "Tensor block_tables, Tensor seq_lens, Tensor? cu_q, int max_q, Tensor(d!)? k_scale, "
+      "Tensor(e!)? v_scale, Tensor? sinks, float scale, int window, float softcap, "
+      "int shared_blocks, bool batch_invariant, Tensor(f!)? workspace, Tensor(g!)? counters, "
+      "bool weights_ready) -> (Tensor, Tensor)");
+  m.def(
       "copy_blocks(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor pairs, Tensor(c!)? k_scale, "
       "Tensor(d!)? v_scale) -> ()");
 

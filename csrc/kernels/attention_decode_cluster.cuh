@@ -4,6 +4,7 @@
 #include "device/ptx/cluster.cuh"
 #include "device/ptx/cluster_share.cuh"
 #include "device/ptx/grid_dependency.cuh"
+#include "kernels/attention_decode_fresh.cuh"
 #include "kernels/attention_decode_merge.cuh"
 #include "kernels/attention_decode_producer.cuh"
 
@@ -68,8 +69,14 @@ __device__ __forceinline__ Item item_of_block(const Launch& launch, int length) 
   return item;
 }
 
+/// Whether key and queries come as the projection leaves them.
+template <class Tile>
+__device__ __forceinline__ bool has_fresh(const Launch& launch) {
+  return !Tile::kQuantised && launch.fresh.k != nullptr;
+}
+
 /// The warp that brings tiles. The item is planned while the kernels ahead still run, for the
-/// length that is there then, which only a guess may read.
+/// length that is there then, which only a guess may read; or it is at rest, as the tiles are.
 template <class Tile>
 __device__ __forceinline__ void produce_item(const Launch& launch, Shared<Tile>& shared) {
   const std::int32_t* at = launch.attention.seq_lens;
@@ -78,9 +85,10 @@ __device__ __forceinline__ void produce_item(const Launch& launch, Shared<Tile>&
   if (length <= kEarlyKeys) ptx::launch_dependents();
   Item item = item_of_block<Tile>(launch, length);
   Bringer<Tile> bringer{launch, shared};
-  ptx::wait_for_dependencies();
+  const bool is_planned = has_fresh<Tile>(launch);
+  if (!is_planned) ptx::wait_for_dependencies();
   for (;;) {
-    const int now = ptx::load_from_l2(at);
+    const int now = is_planned ? length : ptx::load_from_l2(at);
     bringer.load_entries(item.work.batch, item.keys.begin);
     if (now == length) break;
     length = now;
@@ -166,7 +174,8 @@ __device__ __forceinline__ void consume_item(const Launch& launch, Shared<Tile>&
   if (rank() < item.splits) {
     ptx::mbarrier_wait(&shared.fetched[0], 0);
     warp.begin(item, 0);
-    gather<Tile>(item, warp, parts, place);
+    const int fresh = has_fresh<Tile>(launch) ? item.work.sequence.k_len - 1 : -1;
+    gather<Tile>(item, warp, parts, place, LacksFresh<Tile>{shared, fresh});
     if (item.splits == 1) return store_rows<Tile>(launch, item, 0, warp);
     ptx::cluster_wait();  // the others can be written to
     send_part<Tile>(launch, warp);
@@ -200,6 +209,9 @@ __global__ void __launch_bounds__(kThreads, 2)
     consume_item<Tile>(launch, shared);
   } else if (warp == kWarps) {
     produce_item<Tile>(launch, shared);
+  } else if (has_fresh<Tile>(launch)) {
+    if constexpr (!Tile::kQuantised)
+      FreshRows<Tile>{launch, work_of_block(launch)}.bring(shared, rank() == 0);
   } else {
     ptx::wait_for_dependencies();
     request_queries<Tile>(launch, work_of_block(launch), shared.queries[0]);

@@ -132,9 +132,19 @@ __global__ void __launch_bounds__(kConsumerThreads)
 
 // ---- Launch -------------------------------------------------------------------------------------
 
+/// Whether lengths and tables, as they are while the kernels ahead run, tell which tiles come first.
+inline bool guesses_tiles(const AttentionParams& p) {
+  return p.block_tables != nullptr && p.max_q == 1 && p.k_start == nullptr &&
+         p.seq_lens != nullptr && !p.leaves_shared;
+}
+
+/// The most rows of a KV head that a sequence has.
+inline int most_rows(const AttentionParams& p) {
+  return std::max(config::max_split_rows(p.max_q, p.heads / p.kv_heads), 1);
+}
+
 template <class Tile>
-void launch_tiles(const AttentionParams& p, Stream stream) {
-  const int rows = std::max(config::max_split_rows(p.max_q, p.heads / p.kv_heads), 1);
+Launch launch_of(const AttentionParams& p) {
   Launch launch{.attention = p};
   launch.block_size = Divisor::of(std::max(p.block_size, 1));
   launch.kv_heads = Divisor::of(p.kv_heads);
@@ -154,11 +164,16 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
   launch.v = device::swizzled_map(values_of(p), launch.box_rows, kColumns, kPromotion);
   launch.max_blocks = Divisor::of(std::max(p.max_blocks, 1));
   launch.max_splits = config::max_decode_splits(p);
-  launch.row_pairs = ceil_div(rows, 2);
+  launch.row_pairs = ceil_div(most_rows(p), 2);
   launch.copies_tables =
       p.block_tables != nullptr && std::int64_t{p.batch} * p.max_blocks <= kTableEntries;
-  launch.guesses = p.block_tables != nullptr && p.max_q == 1 && p.k_start == nullptr &&
-                   p.seq_lens != nullptr && !p.leaves_shared;
+  launch.guesses = guesses_tiles(p);
+  return launch;
+}
+
+template <class Tile>
+void launch_tiles(const AttentionParams& p, Stream stream) {
+  Launch launch = launch_of<Tile>(p);
   if constexpr (Tile::kSharesQueries) {
     if (launch.guesses && takes_cluster<Tile>(p)) return launch_clusters<Tile>(launch, stream);
   }
@@ -167,7 +182,7 @@ void launch_tiles(const AttentionParams& p, Stream stream) {
     launch.first_sequence = first;
     launch.sequences = std::min(p.batch - first, kMaxSequences);
     const std::int64_t items = std::int64_t{launch.sequences} * p.kv_heads * launch.max_splits *
-                               ceil_div(rows, Tile::kRows);
+                               ceil_div(most_rows(p), Tile::kRows);
     launch.blocks = static_cast<int>(std::clamp<std::int64_t>(items, 1, most_blocks));
     launch.blocks_divisor = Divisor::of(launch.blocks);
     device::launch_chained<decode_sm90_kernel<Tile>>(dim3(launch.blocks), dim3(kThreads),

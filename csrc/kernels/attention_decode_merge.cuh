@@ -11,11 +11,18 @@ struct Place {
   int buffer = 0, totals = 0;  // of weights; of totals
 };
 
-/// All leaves of an item, joined. By the warps that multiply.
-template <class Tile>
+/// What a tile lacks that has landed: nothing.
+struct Whole {
+  __device__ __forceinline__ void add_key(int /*stage*/, int /*n*/) const {}
+  __device__ __forceinline__ void add_value(int /*stage*/, int /*n*/) const {}
+};
+
+/// All leaves of an item, joined. By the warps that multiply. `lacking` adds to a tile what it
+/// lacks, of keys or values; n: its first key.
+template <class Tile, class Lacking = Whole>
 __device__ __forceinline__ void gather(const Item& item, WarpState<Tile>& warp,
-                                       typename WarpState<Tile>::Parts& parts,
-                                       Place<Tile>& place) {
+                                       typename WarpState<Tile>::Parts& parts, Place<Tile>& place,
+                                       const Lacking& lacking = {}) {
   Shared<Tile>& shared = warp.shared;
   const auto free_stage = [&](int stage) {
     if (warp.lane == 0) ptx::mbarrier_arrive(&shared.free[stage]);
@@ -33,10 +40,12 @@ __device__ __forceinline__ void gather(const Item& item, WarpState<Tile>& warp,
       typename WarpState<Tile>::Scores scores;
       const int keys = place.ring.place;
       ptx::mbarrier_wait(&shared.full[keys], place.ring.parity);
+      lacking.add_key(keys, n);
       warp.score_keys(item, keys, n, scores);
       place.ring.next();
       const int values = place.ring.place;
       ptx::mbarrier_wait(&shared.full[values], place.ring.parity);
+      lacking.add_value(values, n);
       if (!warp.all_live(n)) warp.clear_unused_values(values, n);
       warp.weigh(item, values, n, place.buffer, scores, is_first);
       free_stage(keys);

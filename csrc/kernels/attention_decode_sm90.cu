@@ -29,3 +29,36 @@ void decode_sm90(const AttentionParams& p, Stream stream) {
 }
 
 }  // namespace ridgeline::attention_launch
+
+namespace ridgeline {
+namespace {
+
+using namespace attention_decode;
+
+/// Calls fn(Tile{}) with the tile of the cache.
+template <class Fn>
+auto with_tile(const AttentionParams& p, Fn&& fn) {
+  constexpr DType kBFloat16 = DType::kBFloat16, kFloat16 = DType::kFloat16;
+  if (p.dtype == kBFloat16)
+    return p.head_dim == 64 ? fn(Tile<kBFloat16, 64, 1>{}) : fn(Tile<kBFloat16, 128, 1>{});
+  return p.head_dim == 64 ? fn(Tile<kFloat16, 64, 1>{}) : fn(Tile<kFloat16, 128, 1>{});
+}
+
+}  // namespace
+
+bool attention_takes_fresh(const AttentionParams& p) {
+  return p.dtype != DType::kFloat32 && p.q_scale == nullptr && p.k_scale == nullptr &&
+         (p.head_dim == 64 || p.head_dim == 128) && p.heads / p.kv_heads <= config::kMmaRows &&
+         guesses_tiles(p) && attention_launch::covers_decode_sm90(p) &&
+         with_tile(p, [&](auto tile) { return takes_cluster<decltype(tile)>(p); });
+}
+
+void attention_of_fresh(const AttentionParams& p, const FreshKey& fresh, Stream stream) {
+  with_tile(p, [&](auto tile) {
+    Launch launch = launch_of<decltype(tile)>(p);
+    launch.fresh = fresh;
+    launch_clusters<decltype(tile)>(launch, stream);
+  });
+}
+
+}  // namespace ridgeline

@@ -9,6 +9,7 @@
 #include "device/ptx/global_order.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/reduce.cuh"
+#include "kernels/attention_fresh.h"
 #include "kernels/attention_tile.cuh"
 
 /// What a block of the Hopper decode kernel works on: tiles, shared memory, and the warp that
@@ -105,7 +106,10 @@ struct Shared {
   alignas(16) std::conditional_t<Tile::kSharesQueries, Queries, None> queries[kItems];
   Item items[kItems];
   RowEnds ends[kItems][Tile::kRows];
-  std::int32_t tables[kTableEntries];
+  union {
+    std::int32_t tables[kTableEntries];
+    alignas(16) std::uint16_t fresh[2][kTableEntries];  // a fresh key and its value
+  };
   int first_items[kMaxSequences + 1];  // of each sequence
   alignas(16) std::uint16_t weights[2][Tile::kRows][Tile::kWeightPitch];  // of every other tile
   float largest[kWarps][Tile::kRows];
@@ -135,6 +139,7 @@ struct Shared {
 
 struct Launch {
   AttentionParams attention;
+  FreshKey fresh;  // k null: all keys are in the cache
   CUtensorMap k, v;
   Divisor block_size, kv_heads, group, max_blocks;
   Divisor one, half;  // the splits of kDecodeItems, and of twice as many items

@@ -1,19 +1,11 @@
 #pragma once
+#include "common/rotation.h"
 #include "common/types.h"
 
 namespace ridgeline {
 
 /// One head vector is what these kernels handle at a time; its length is at most this.
 constexpr std::int32_t kMaxKvHeadDim = 256;
-
-/// The pair (a, b) rotated by an angle. The roundings are written out, so that every backend gives
-/// the same bits.
-constexpr float rotated_first(float a, float b, float cosine, float sine) {
-  return __builtin_fmaf(a, cosine, -(b * sine));
-}
-constexpr float rotated_second(float a, float b, float cosine, float sine) {
-  return __builtin_fmaf(b, cosine, a * sine);
-}
 
 /// [tokens, heads, D] with D contiguous.
 struct HeadsView {

@@ -114,6 +114,8 @@ class Runner:
             self._graphs = StepGraphs(
                 limits.max_num_seqs,
                 limits.max_num_batched_tokens,
+                limits.max_blocks_per_seq,
+                cache.block_size,
                 vocab,
                 graph_bytes,
                 like=model.embedding,
@@ -237,8 +239,7 @@ class Runner:
         return self._model.hidden_states(inputs, self._cache).index_select(0, step.logits_rows)
 
     def _logits(self, step: _StepArrays, key: GraphKey) -> Tensor:
-        blocks = self._limits.max_blocks_per_seq
-        return self._model.logits(self._hidden(step, key.max_q, blocks, key.shared_blocks))
+        return self._model.logits(self._hidden(step, key.max_q, key.blocks, key.shared_blocks))
 
     def _sample(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import embedding
@@ -188,38 +189,36 @@ class Decoder:
             q, k = layer.q_norm(qkv)[:, :heads], layer.k_norm(qkv)[:, heads:-kv_heads]
         blocks = cache.k[index], cache.v[index]
         scales = cache.k_scale[index], cache.v_scale[index]
+        sequences = inputs.block_tables, inputs.seq_lens, inputs.cu_q
+        options: dict[str, Any] = {
+            "scale": layer.scale,
+            "window": layer.window,
+            "softcap": config.attention_softcap,
+            "sinks": layer.sinks,
+            "max_q": inputs.max_q,
+            "batch_invariant": self.batch_invariant,
+            "k_scale": scales[0],
+            "v_scale": scales[1],
+            "counters": inputs.counters,
+            "shared_blocks": inputs.shared_blocks,
+        }
         if layer.cos_sin is None:
             ops.write_kv(k, v, *blocks, inputs.slots, *scales)
+            out = ops.paged_attention(q, *blocks, *sequences, **options)
         else:
-            ops.rope_write_kv(
+            out = ops.rope_paged_attention(
                 q,
                 k,
                 v,
                 inputs.positions,
                 layer.cos_sin,
-                *blocks,
                 inputs.slots,
-                *scales,
+                *blocks,
+                *sequences,
                 interleaved=layer.interleaved,
                 weights_ready=True,
+                **options,
             )
-        out = ops.paged_attention(
-            q,
-            *blocks,
-            inputs.block_tables,
-            inputs.seq_lens,
-            inputs.cu_q,
-            scale=layer.scale,
-            window=layer.window,
-            softcap=config.attention_softcap,
-            sinks=layer.sinks,
-            max_q=inputs.max_q,
-            batch_invariant=self.batch_invariant,
-            k_scale=scales[0],
-            v_scale=scales[1],
-            counters=inputs.counters,
-            shared_blocks=inputs.shared_blocks,
-        )
         assert isinstance(out, Tensor)
         return out.view(tokens, heads * dim)
 

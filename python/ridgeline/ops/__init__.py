@@ -26,6 +26,7 @@ from ridgeline.ops.kv_cache import copy_blocks, rope, rope_write_kv, write_kv
 from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
 from ridgeline.ops.quantize import quantize_fp8, quantize_int8
 from ridgeline.ops.reduction import row_reduce, softmax
+from ridgeline.ops.rope_attention import rope_paged_attention
 from ridgeline.ops.sampling import sample, top_logprobs
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "quantize_int8",
     "rmsnorm",
     "rope",
+    "rope_paged_attention",
     "rope_write_kv",
     "row_reduce",
     "sample",
