@@ -25,6 +25,7 @@ namespace ridgeline::engine {
 namespace {
 
 using Ids = std::vector<std::int64_t>;
+using AttentionCosts = std::vector<std::tuple<std::int64_t, double, double>>;
 
 const char* finish_name(FinishReason reason) {
   switch (reason) {
@@ -81,9 +82,8 @@ void bind_batch(py::module_& m) {
       .def_property_readonly(
           "num_table_updates",
           [](const Arena& arena) { return section_length(arena, Section::kTableUpdates) / 3; })
-      .def_property_readonly("num_copies", [](const Arena& arena) {
-        return section_length(arena, Section::kCopies) / 2;
-      });
+      .def_property_readonly(
+          "num_copies", [](const Arena& a) { return section_length(a, Section::kCopies) / 2; });
 
   py::class_<Batch, std::shared_ptr<Batch>>(m, "Batch")
       .def_readonly("step", &Batch::step)
@@ -161,9 +161,9 @@ void bind_records(py::module_& m) {
 }
 
 StepCost make_step_cost(double fixed_us, double token_us, double row_us, double swap_us,
-                        const std::vector<std::tuple<std::int64_t, double, double>>& attention) {
-  StepCost cost{
-      .fixed_us = fixed_us, .token_us = token_us, .row_us = row_us, .swap_us = swap_us};
+                        const AttentionCosts& attention, const Ids& sizes) {
+  StepCost cost{.fixed_us = fixed_us, .token_us = token_us, .row_us = row_us,
+                .swap_us = swap_us, .sizes = sizes};
   for (const auto& [window, key_us, pair_us] : attention)
     cost.attention.push_back({.window = window, .key_us = key_us, .pair_us = pair_us});
   return cost;
@@ -224,8 +224,8 @@ py::list tuples(const std::vector<Output>& outputs) {
 void bind_scheduler(py::module_& m) {
   py::class_<StepCost>(m, "StepCost")
       .def(py::init(&make_step_cost), py::kw_only(), "fixed_us"_a = 0.0, "token_us"_a = 0.0,
-           "row_us"_a = 0.0, "swap_us"_a = 0.0,
-           "attention"_a = std::vector<std::tuple<std::int64_t, double, double>>{});
+           "row_us"_a = 0.0, "swap_us"_a = 0.0, "attention"_a = AttentionCosts{},
+           "sizes"_a = Ids{});
   py::class_<Scheduler>(m, "Scheduler")
       .def(py::init(&make_scheduler), py::kw_only(), "num_blocks"_a, "block_size"_a,
            "max_model_len"_a, "vocab_size"_a, "max_num_seqs"_a = 256,

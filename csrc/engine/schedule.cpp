@@ -76,7 +76,7 @@ std::int32_t Scheduler::chunk(const Plan& plan, std::int32_t start, std::int32_t
   const auto fits = [&](std::int32_t count) {
     const double attention =
         plan.attention_us + cost.attention_time(start, start + count).bound;
-    return time_scale_ * cost.step_us(plan.tokens + count, 0, attention) <=
+    return time_scale_ * cost.step_us(cost.padded(plan.tokens + count), 0, attention) <=
            static_cast<double>(config_.latency_target_us);
   };
   const auto counts = std::views::iota(1, most + 1);

@@ -27,6 +27,7 @@ SchedulerConfig checked(const SchedulerConfig& config) {
         config.num_host_blocks);
   check(config.latency_target_us >= 0, "latency_target_us must not be negative, got ",
         config.latency_target_us);
+  check(std::ranges::is_sorted(config.cost.sizes), "cost.sizes must ascend");
   check(config.max_model_len >= 2, "max_model_len must be at least 2, got ", config.max_model_len);
   check(config.max_num_batched_tokens >= config.max_num_seqs,
         "max_num_batched_tokens must be at least max_num_seqs (", config.max_num_seqs,

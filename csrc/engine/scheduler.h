@@ -83,7 +83,7 @@ class Scheduler {
   /// The sequences that deadlines ended since the last call.
   std::vector<SeqId> take_expired() { return std::exchange(expired_, {}); }
 
-  /// How much longer steps take than predicted, for the latency target.
+  /// How much longer than predicted steps with prompt tokens take, for the latency target.
   void set_time_scale(double scale);
 
   /// Takes one token a logits row. Requires: `batch` is the oldest in flight.

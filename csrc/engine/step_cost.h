@@ -31,6 +31,7 @@ struct StepCost {
   double token_us = 0;  // the layers' products, a token
   double row_us = 0;    // the head's products, a logits row
   double swap_us = 0;   // a block between device and host, one way
+  std::vector<std::int64_t> sizes = {};  // ascending: steps are padded to so many tokens
   std::vector<AttentionCost> attention = {};
 
   /// Token positions [start, end), before which the sequence has `start` keys in the cache.
@@ -51,6 +52,12 @@ struct StepCost {
       time += layers;
     }
     return time;
+  }
+
+  /// The tokens that a step of so many multiplies: beyond the last size it is not padded.
+  std::int64_t padded(std::int64_t tokens) const {
+    const auto size = std::ranges::lower_bound(sizes, tokens);
+    return size == sizes.end() ? tokens : *size;
   }
 
   double products_us(std::int64_t tokens, std::int64_t rows) const {

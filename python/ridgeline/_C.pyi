@@ -103,7 +103,7 @@ class engine:
             """The sequences that deadlines ended since the last call."""
 
         def set_time_scale(self, scale: float) -> None:
-            """How many times longer steps take than predicted; 1 at first."""
+            """How many times longer than predicted cut steps take; 1 at first."""
 
         def commit(
             self, batch: engine.Batch, tokens: Sequence[int]
@@ -159,11 +159,13 @@ class engine:
             row_us: float = 0.0,
             swap_us: float = 0.0,
             attention: Sequence[tuple[int, float, float]] = (),
+            sizes: Sequence[int] = (),
         ) -> None:
             """A step takes the longer of ``fixed_us`` (the weights are read) and its products
             (``token_us`` a token, ``row_us`` a logits row), then attention: for each (window or
             0, time a key, time a (query, key) pair) the longer of both. ``swap_us``: a block
-            between device and host, one way.
+            between device and host, one way. ``sizes``: ascending; chunks cut by the latency
+            target count as if their step were padded to one of them.
             """
 
     class Batch:

@@ -106,6 +106,8 @@ class Starter:
             decoder, num_blocks, context, host_blocks, max(graph_bytes - self._logits_bytes, 0)
         )
         cost = step_cost(self._config, layout, self._dtype, options.quantization, self._roofs)
+        if cost and self._use_graphs:
+            cost["sizes"] = mixed_tokens(options.max_num_batched_tokens)
         settings = {
             "num_blocks": num_blocks,
             "block_size": options.block_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, fields
@@ -11,7 +12,7 @@ from ridgeline._C import engine
 from ridgeline.outputs import RequestOutput, Stats
 
 _KEPT = 4096  # the latest samples of each percentile
-_SCALE_EVERY = 16  # steps between two corrections of the predicted time
+_RATIOS = 8  # the latest steps that say how much longer than predicted the next will take
 _SCALE_RANGE = (0.1, 100.0)
 
 
@@ -56,25 +57,23 @@ class Meter:
         self.prefill, self.decode = Phase(), Phase()
         self.ttft: deque[float] = deque(maxlen=_KEPT)
         self.inter_token: deque[float] = deque(maxlen=_KEPT)
-        self._scale = 1.0
-        self._steps = 0
+        self._ratios: deque[float] = deque(maxlen=_RATIOS)
 
     def step(self, batch: engine.Batch, seconds: float) -> float | None:
-        """Takes a step; now and then returns how much longer steps take than predicted."""
+        """Takes a step; after one with prompt tokens returns how much longer than predicted such
+        steps take: those of decodes alone, which nothing cuts, are nearer to their roof."""
         prompt_tokens = batch.num_tokens - batch.num_decode_tokens
         phase = self.prefill if prompt_tokens else self.decode
         phase.tokens += prompt_tokens or batch.num_decode_tokens
         phase.seconds += seconds
         phase.read_seconds += batch.read_us / 1e6
         phase.compute_seconds += batch.compute_us / 1e6
-        if batch.predicted_us <= 0:
+        if not prompt_tokens or batch.predicted_us <= 0:
             return None
-        # A step that waited for something else, a capture say, must not count for long.
-        ratio = min(seconds * 1e6 / batch.predicted_us, 4 * self._scale)
+        self._ratios.append(seconds * 1e6 / batch.predicted_us)
+        # The median: a step that waited for something else, a capture say, counts for nothing.
         low, high = _SCALE_RANGE
-        self._scale = min(max(self._scale + (ratio - self._scale) / 8, low), high)
-        self._steps += 1
-        return self._scale if self._steps % _SCALE_EVERY == 0 else None
+        return min(max(statistics.median(self._ratios), low), high)
 
     def request(self, output: RequestOutput) -> None:
         metrics = output.metrics

@@ -110,6 +110,20 @@ void the_time_scale_shortens_chunks_and_prompts_advance_nevertheless() {
   testing::expect_error([&] { driver.scheduler.set_time_scale(0); }, "scale must be positive");
 }
 
+void chunks_fill_the_size_that_their_step_is_padded_to() {
+  SchedulerConfig padded = timed(100);
+  padded.cost.attention.clear();
+  padded.cost.sizes = {32, 64, 128};  // of which 64 tokens take 64 us, and 128 more than the target
+  Driver driver(padded);
+  driver.add({0}, {1, 2, 3}, 300);
+  driver.step();
+  driver.add({1}, count_from(10, 100), 2);
+  expect_equal(driver.step()->num_tokens(), 64);
+  expect_equal(driver.step()->num_tokens(), 1 + 37);
+  padded.cost.sizes = {64, 32};
+  testing::expect_error([&] { Driver{padded}; }, "cost.sizes must ascend");
+}
+
 void a_prompt_alone_is_not_cut() {
   Driver driver(timed(100));
   driver.add({0}, count_from(10, 300), 2);
@@ -181,6 +195,7 @@ int main() {
       {"a near deadline goes first", a_near_deadline_goes_first},
       {"a deadline ends a request", a_deadline_ends_a_request_in_any_state},
       {"latency target", chunks_beside_decodes_keep_to_the_latency_target},
+      {"padded sizes", chunks_fill_the_size_that_their_step_is_padded_to},
       {"time scale", the_time_scale_shortens_chunks_and_prompts_advance_nevertheless},
       {"a prompt alone", a_prompt_alone_is_not_cut},
       {"swapping", a_preempted_sequence_waits_on_the_host_if_that_is_faster},
