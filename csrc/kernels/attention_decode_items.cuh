@@ -149,11 +149,23 @@ struct Plan {
     }
     limit = item_limit(launch, device::group_sum(load, device::kWarpSize));
     finer_from = launch.sequences;
-    if (cuts_finer<Tile>(launch, limit)) {
+    if (cuts_finer<Tile>(launch, limit) && !begin_alike()) {
       limit = kDealtKeys;
       finer_from -= ceil_div(launch.sequences, 8);
     }
     grow<Tile>(cut, limit_of(lane));
+  }
+
+  /// Whether most of the first sequences begin with one block. Large items then walk the same keys
+  /// side by side, which L2 holds meanwhile. H200, 64 sequences, of 8k keys in common: 377 us in
+  /// items of kDealtKeys, and 221 so; 4k: 146 and 119.
+  __device__ __forceinline__ bool begin_alike() const {
+    const AttentionParams& p = launch.attention;
+    if (p.block_tables == nullptr) return false;
+    const int looked = config::lesser(launch.sequences, device::kWarpSize);
+    const int b = launch.first_sequence + config::lesser(lane, looked - 1);
+    const int block = p.block_tables[b * p.stride_table], first = device::from_lane(block, 0);
+    return 2 * device::count_lanes(lane > 0 && lane < looked && block == first) >= looked;
   }
 
   __device__ __forceinline__ int limit_of(int b) const {
