@@ -179,6 +179,27 @@ def test_chunked_agrees_with_whole(device: str, chunk: int, invariant: bool) -> 
         assert (lse - whole_lse[:, begin:end]).abs().max() <= 1e-5 * whole_lse.abs().max()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])  # a step of the softmax: 128 keys, at 256 64
+@pytest.mark.parametrize("heads", [2, 8, 10])  # rows of a KV head: one, four, five
+@pytest.mark.parametrize("options", [{}, {"window": 150, "softcap": 20.0}], ids=["", "window"])
+def test_few_queries_have_the_bits_of_a_prompt(dim: int, heads: int, options: dict) -> None:
+    """In batch-invariant mode, by whichever kernel each, also beside a chunk of a prompt."""
+    ends = [5, 63, 64, 65, 128, 129, 192, 193, 700]  # steps and half steps begin and end
+    paged = Paged("cuda", ends[-1:], 64, math.nan, dim)
+    q = normal("cuda", ends[-1], heads, dim)
+    out, lse = paged.run(q, [0, ends[-1]], batch_invariant=True, **options)
+    for q_lens in ([1] * len(ends), [3] * len(ends), [1] * (len(ends) - 1) + [400]):
+        rows = torch.cat([torch.arange(end - n, end) for end, n in zip(ends, q_lens)]).cuda()
+        cu_q = torch.tensor([0, *q_lens]).cumsum(0)
+        few = ops.paged_attention(
+            q[rows], paged.k_cache, paged.v_cache, paged.tables.repeat(len(ends), 1),
+            ints("cuda", ends), cu_q.int().cuda(), return_lse=True, max_q=max(q_lens),
+            batch_invariant=True, **options,
+        )  # fmt: skip
+        assert same(few, (out[rows], lse[:, rows]))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_merged_halves_equal_the_whole(device: str) -> None:
     q = normal(device, 1, 40, HEADS, DIM, dtype=torch.float32)

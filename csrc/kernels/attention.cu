@@ -232,6 +232,28 @@ void common_prefix(const AttentionParams& p, Stream stream) {
   attention_launch::join_common_sm90(p, stream);
 }
 
+/// Few queries in batch-invariant mode, each sequence's keys unsplit: the kernel of packed rows
+/// then has the bits of the Hopper prefill kernel, which takes sequences of more queries, and one
+/// that is alone: its heads have an SM each. H200, 32/8 heads of 128, us, by that kernel and by
+/// this: 32 sequences of 300 keys 59 and 16, 128 of 300 223 and 48; one of 4k 54 and 65.
+bool takes_unsplit(const AttentionParams& p) {
+  return config::packs_unsplit(p) && attention_launch::rows_obstacle(p) == nullptr &&
+         attention_launch::prefill_obstacle(p) == nullptr;
+}
+
+void unsplit(const AttentionParams& p, Stream stream) {
+  const bool all_few = config::is_split(p.max_q, p.heads / p.kv_heads);
+  launch_trace::note_choice([&] {
+    return std::string(all_few ? "all sequences" : "sequences of few queries") +
+           ": keys unsplit on wgmma";
+  });
+  attention_launch::rows_sm90(p, stream);
+  if (all_few) return;
+  AttentionParams rest = p;
+  rest.leaves_few = true;
+  attention_launch::prefill_sm90(rest, stream);
+}
+
 /// Many of them in e4m3 where the GPU multiplies it, others as bf16.
 void quantised_queries(const AttentionParams& p, Stream stream) {
   const char* obstacle = config::is_split(p, p.max_q) ? "few queries a sequence"
@@ -260,6 +282,7 @@ void attention(const AttentionParams& p, Stream stream) {
              ", of several sequences of few queries, in 16-bit caches of heads up to " +
              std::to_string(config::kCommonColumns) + ", without a window";
     });
+  if (takes_unsplit(p)) return unsplit(p, stream);
   const bool all_split = config::is_split(p, p.max_q);
   if (packed || all_split) few_queries(p, stream);
   if (all_split || p.batch == 0) return;

@@ -29,6 +29,7 @@ struct AttentionParams {
 
   std::int32_t max_q;    // no sequence has more queries (cu_q null: each has exactly this many)
   bool leaves_longer;    // or those of more belong to another kernel
+  bool leaves_few;       // in batch-invariant mode, those of few queries do
   std::int32_t max_k;    // nor more keys (contiguous: each has exactly this many)
   std::int64_t total_q;  // rows of packed q; those outside every sequence become zero
   std::int64_t total_k;  // rows of packed k
@@ -68,8 +69,8 @@ struct AttentionParams {
   DType sinks_dtype;     // dtype or fp32
   std::int32_t window;   // 0: none
   bool causal;
-  bool batch_invariant;  // one route for any number of queries: a row's bits do not depend on how
-                         // many its sequence brings; few queries then run slower
+  bool batch_invariant;  // one arithmetic for any number of queries: a row's bits do not depend on
+                         // how many its sequence brings; keys are then not split
 
   void* workspace;       // attention_workspace_bytes() of them, any contents; null if that is 0
   std::int32_t* counters;  // [batch * kv_heads + 2], zero before and after; null: one kernel more

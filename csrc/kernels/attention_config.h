@@ -69,7 +69,7 @@ constexpr bool is_split(std::int32_t q_len, std::int32_t group) {
 }
 
 constexpr bool is_split(const AttentionParams& p, std::int32_t q_len) {
-  return !p.batch_invariant && is_split(q_len, p.heads / p.kv_heads);
+  return (!p.batch_invariant || p.leaves_few) && is_split(q_len, p.heads / p.kv_heads);
 }
 
 /// Keys a split: 128 KB of keys and values, so that writing and reading a partial result of up to
@@ -140,7 +140,7 @@ constexpr bool has_decode_tile(const AttentionParams& p) {
 
 constexpr bool is_packed(const AttentionParams& p, std::int32_t q_len, std::int32_t least_rows) {
   const std::int32_t rows = q_len * (p.heads / p.kv_heads);
-  return is_split(p, q_len) && rows >= least_rows && rows <= kFewRows;
+  return is_split(q_len, p.heads / p.kv_heads) && rows >= least_rows && rows <= kFewRows;
 }
 
 /// Whether a sequence of the call may have such rows.
@@ -154,6 +154,18 @@ constexpr bool has_packed_rows(const AttentionParams& p) {
 constexpr bool packs_all(const AttentionParams& p) {
   return is_split(p, p.max_q) && (p.leaves_shared || has_packed_rows(p));
 }
+
+/// Whether, in batch-invariant mode, that kernel may take sequences of the call, each unsplit: all
+/// bring few queries, or some may.
+constexpr bool packs_unsplit(const AttentionParams& p) {
+  const std::int32_t group = p.heads / p.kv_heads;
+  return p.batch_invariant && p.batch > 1 && p.max_q > 0 && group <= kFewRows &&
+         (p.cu_q != nullptr || is_split(p.max_q, group));
+}
+
+/// Keys of a tile, and so of one step of the softmax, of the Hopper prefill kernel in
+/// batch-invariant mode: unsplit packed rows have the same, and so the same bits.
+constexpr std::int32_t prefill_keys(std::int32_t columns) { return columns <= 128 ? 128 : 64; }
 
 /// Keys a split before packed rows.
 constexpr std::int32_t kRowSplitKeys = 512;

@@ -16,7 +16,8 @@ void decode_quantised_sm90(const AttentionParams& params, Stream stream);
 bool covers_decode_sm90(const AttentionParams& params);
 
 /// Of the sequences of few queries those of more than config::kMmaRows rows, on wgmma, where
-/// rows_obstacle() is null: else it says what is in the way. Clears no rows.
+/// rows_obstacle() is null: else it says what is in the way. In batch-invariant mode all sequences,
+/// whose bits are then those of prefill_sm90().
 void rows_sm90(const AttentionParams& params, Stream stream);
 const char* rows_obstacle(const AttentionParams& params);
 

@@ -21,8 +21,8 @@ struct Consumer {
   device::LazySoftmax softmax;
   config::KeyRange sees[2];  // this thread's two rows
   float sums[Tile::kSize / 8][4];
-  float scores[kKeys / 8][4];
-  std::uint32_t weights[kKeys / 16][4];  // of the tile before
+  float scores[Tile::kStepKeys / 8][4];
+  std::uint32_t weights[Tile::kStepKeys / 16][4];  // of the tile before, or of this step
 
   /// The first of a thread's two rows of the tile; the other is 8 further.
   __device__ static int row_of(int thread) {
@@ -51,34 +51,38 @@ struct Consumer {
     return {range.begin, config::lesser(range.end, s.k_len)};
   }
 
-  __device__ __forceinline__ void issue_keys(int slot) {
+  /// Scores of tile `tile` of a step.
+  __device__ __forceinline__ void issue_keys(int slot, int tile = 0) {
     const std::uint64_t q =
         ptx::swizzled_operand(shared.q[0][warpgroup * kWarpgroupRows], 16, 8 * kRowBytes);
     const std::uint64_t k = ptx::swizzled_operand(shared.kv[slot], 16, 8 * kRowBytes);
-    constexpr int kSteps = kRowBytes / kStepBytes;
+    constexpr int kSteps = kRowBytes / kStepBytes, kPieces = kKeys / 8;
+    auto& of_tile = reinterpret_cast<float(&)[kPieces][4]>(scores[tile * kPieces]);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < Tile::kSize / 16; ++i) {
       const int part = i / kSteps, within = i % kSteps * kStepBytes;
-      ptx::WgmmaShared<kKeys, T>::mma(scores, q + (part * Tile::kRows * kRowBytes + within) / 16,
+      ptx::WgmmaShared<kKeys, T>::mma(of_tile, q + (part * Tile::kRows * kRowBytes + within) / 16,
                                       k + (part * kKeys * kRowBytes + within) / 16, i != 0);
     }
     ptx::wgmma_commit();
   }
 
-  __device__ __forceinline__ void issue_values(int slot) {
+  __device__ __forceinline__ void issue_values(int slot, int tile = 0) {
     const std::uint64_t v =
         ptx::swizzled_operand(shared.kv[slot], kKeys * kRowBytes, 8 * kRowBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int i = 0; i < kKeys / 16; ++i)
       ptx::WgmmaRegisters<Tile::kSize, T, ptx::Contiguous::kColumns>::mma(
-          sums, weights[i], v + i * 16 * kRowBytes / 16);
+          sums, weights[tile * kKeys / 16 + i], v + i * 16 * kRowBytes / 16);
     ptx::wgmma_commit();
   }
 
-  /// Products become weights; what was gathered before is to be multiplied with keep[].
-  __device__ __forceinline__ void take_softmax(int n0, int end, float (&keep)[2]) {
+  /// Products of the step at n0 become weights, those before other keys than these 0; what was
+  /// gathered before is to be multiplied with keep[].
+  __device__ __forceinline__ void take_softmax(int n0, const config::KeyRange& keys,
+                                               float (&keep)[2]) {
     const AttentionParams& p = launch.attention;
     float unit = p.scale * device::kLog2E;
     if (p.softcap > 0.0f) {
@@ -90,11 +94,12 @@ struct Consumer {
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (n0 >= sees[r].begin && n0 + kKeys <= min(sees[r].end, end)) continue;
-      const int first = sees[r].begin - n0 - ptx::thread_index() % 4 * 2;
-      const int limit = min(sees[r].end, end) - n0 - ptx::thread_index() % 4 * 2;
+      const int begin = max(sees[r].begin, keys.begin), end = min(sees[r].end, keys.end);
+      if (n0 >= begin && n0 + Tile::kStepKeys <= end) continue;
+      const int first = begin - n0 - ptx::thread_index() % 4 * 2;
+      const int limit = end - n0 - ptx::thread_index() % 4 * 2;
 #pragma unroll
-      for (int i = 0; i < kKeys / 8; ++i)
+      for (int i = 0; i < Tile::kStepKeys / 8; ++i)
 #pragma unroll
         for (int c = 0; c < 2; ++c)
           if (8 * i + c < first || 8 * i + c >= limit)
@@ -105,7 +110,7 @@ struct Consumer {
 
   __device__ __forceinline__ void round_weights() {
 #pragma unroll
-    for (int i = 0; i < kKeys / 16; ++i)
+    for (int i = 0; i < Tile::kStepKeys / 16; ++i)
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float(&piece)[4] = scores[2 * i + j / 2];
@@ -149,7 +154,7 @@ struct Consumer {
     ring.next();
     if (n0 + kKeys >= end) release(&shared.q_free);
     float keep[2];
-    take_softmax(n0, end, keep);
+    take_softmax(n0, {n0, end}, keep);
     softmax.add(scores, keep);
     round_weights();
   }
@@ -170,7 +175,7 @@ struct Consumer {
     release(&shared.free[keys.slot]);
     if (n0 + kKeys >= end) release(&shared.q_free);
     float keep[2];
-    take_softmax(n0, end, keep);
+    take_softmax(n0, {n0, end}, keep);
     ptx::wgmma_wait<0>();
     ptx::hold_registers(sums);
     release(&shared.free[values.slot]);
@@ -182,6 +187,79 @@ struct Consumer {
     }
     softmax.add(scores, keep);
     round_weights();
+  }
+
+  /// The item's tiles in their order.
+  __device__ __forceinline__ void gather_tiles(const Item& item) {
+    const int begin = item.keys.begin, end = item.keys.end;
+    start(begin, end);
+    int n = begin + kKeys;
+#pragma unroll 1
+    for (; n < end; n += kKeys) step(item, n, end);
+    finish(item, n - kKeys);
+  }
+
+  /// The item's steps, the last first: the prefill kernel's arithmetic. Scores do not run beside
+  /// values, for which a step of so many keys leaves no registers; the other block's do.
+  __device__ __forceinline__ void gather_steps(const Item& item) {
+#pragma unroll 1
+    for (int n0 = last_step<Tile>(item.keys); n0 + Tile::kStepKeys > item.keys.begin;
+         n0 -= Tile::kStepKeys) {
+      score_step(item.keys, n0);
+      if (n0 <= item.keys.begin) release(&shared.q_free);
+      float keep[2];
+      take_softmax(n0, item.keys, keep);
+#pragma unroll
+      for (auto& piece : sums)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) piece[c] *= keep[c / 2];
+      softmax.add(scores, keep);
+      round_weights();
+      add_step(item, n0);
+    }
+  }
+
+  /// Calls fn(tile) for those of the step at n0 that are among `keys`.
+  template <class Fn>
+  __device__ __forceinline__ static void for_tiles(const config::KeyRange& keys, int n0, Fn&& fn) {
+#pragma unroll
+    for (int i = 0; i < Tile::kStepTiles; ++i)
+      // A vote, so that the compiler knows the way to the products to be the warp's.
+      if (device::any_lane(has_tile(keys, n0 + i * kKeys))) fn(i);
+  }
+
+  __device__ __forceinline__ void score_step(const config::KeyRange& keys, int n0) {
+    const Ring<Tile::kSlots> first = ring;
+    int slots[Tile::kStepTiles];
+    // A tile that is not there has the scores of the other until they are hidden.
+#pragma unroll
+    for (int& slot : slots) slot = first.slot;
+    for_tiles(keys, n0, [&](int i) {
+      ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+      slots[i] = ring.slot;
+      ring.next();
+    });
+#pragma unroll
+    for (int i = 0; i < Tile::kStepTiles; ++i) issue_keys(slots[i], i);
+    ptx::wgmma_wait<0>();
+    ptx::hold_registers(scores);
+    for_tiles(keys, n0, [&](int i) { release(&shared.free[slots[i]]); });
+  }
+
+  __device__ __forceinline__ void add_step(const Item& item, int n0) {
+    Ring<Tile::kSlots> held = ring;
+    for_tiles(item.keys, n0, [&](int i) {
+      ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+      clear_unused_values(item, n0 + i * kKeys, ring.slot);
+      issue_values(ring.slot, i);
+      ring.next();
+    });
+    ptx::wgmma_wait<0>();
+    ptx::hold_registers(sums);
+    for_tiles(item.keys, n0, [&](int) {
+      release(&shared.free[held.slot]);
+      held.next();
+    });
   }
 
   /// The item's rows: the result if there is one split of a sequence's keys, a partial otherwise.
@@ -239,15 +317,12 @@ struct Consumer {
         for (float& sum : piece) sum = 0.0f;
       ptx::mbarrier_wait(&shared.q_full, queries_parity);
       queries_parity ^= 1;
-      const int begin = item.keys.begin, end = item.keys.end;
-      if (begin < end) {
-        start(begin, end);
-        int n = begin + kKeys;
-#pragma unroll 1
-        for (; n < end; n += kKeys) step(item, n, end);
-        finish(item, n - kKeys);
-      } else {
+      if (item.keys.begin >= item.keys.end) {
         release(&shared.q_free);
+      } else if constexpr (Tile::kUnsplit) {
+        gather_steps(item);
+      } else {
+        gather_tiles(item);
       }
       store(item);
       ptx::mbarrier_arrive(&shared.released[items.slot]);

@@ -4,6 +4,7 @@
 #include "device/launch.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "kernels/attention_launch.h"
+#include "kernels/attention_rows_bringer.cuh"
 #include "kernels/attention_rows_consumer.cuh"
 #include "kernels/attention_views.cuh"
 
@@ -181,9 +182,28 @@ void launch_items(const Launch& launch, std::int64_t items, Stream stream) {
                                                  stream, launch, "attention");
 }
 
+template <class Tile>
+void launch_own(const AttentionParams& p, Stream stream) {
+  using T = typename Tile::T;
+  Launch launch = launch_of<Tile>(p, p.workspace);
+  const int shared_keys = p.leaves_shared ? p.shared_keys / kKeys * kKeys : 0;
+  launch.max_splits = Tile::kUnsplit ? 1 : config::max_row_splits(p.max_k - shared_keys);
+  launch.follows_common = p.leaves_shared;
+  launch.max_rows = config::max_split_rows(p.max_q, launch.group);
+  const bool takes_all = Tile::kUnsplit || config::packs_all(p);
+  launch.clears = takes_all && p.cu_q != nullptr;
+  launch.least_rows = takes_all ? 1 : config::kMmaRows + 1;
+  const std::int64_t pairs = std::int64_t{p.batch} * p.kv_heads;
+  launch_items<Tile>(launch, pairs * launch.max_splits, stream);
+  if (launch.max_splits == 1) return;
+  const dim3 grid(checked_int32(pairs, "attention: KV heads"), kMergeBlocks);
+  device::launch_chained<merge_rows_kernel<T>>(grid, dim3(kMergeThreads), 0, stream, launch,
+                                               "attention: combine");
+}
+
 /// Bytes of a ring: what fills half an SM, or all of it.
-template <class T, int kSize>
-using OwnTile = Tile<T, kSize, 1, kSize == 64 ? 12 : 6>;
+template <class T, int kSize, bool kUnsplit = false>
+using OwnTile = Tile<T, kSize, 1, kSize == 64 ? 12 : 6, kUnsplit>;
 template <class T, int kSize>
 using CommonTile = Tile<T, kSize, 2, kSize == 64 ? 24 : 12>;
 
@@ -205,20 +225,11 @@ const char* rows_obstacle(const AttentionParams& p) { return obstacle_sm90(p, ro
 void rows_sm90(const AttentionParams& p, Stream stream) {
   dispatch_tile<64, 128, 256>(p, [&](auto type, auto size) {
     using T = typename decltype(type)::type;
-    using Tile = OwnTile<T, size>;
-    Launch launch = launch_of<Tile>(p, p.workspace);
-    const int shared_keys = p.leaves_shared ? p.shared_keys / kKeys * kKeys : 0;
-    launch.max_splits = config::max_row_splits(p.max_k - shared_keys);
-    launch.follows_common = p.leaves_shared;
-    launch.max_rows = config::max_split_rows(p.max_q, launch.group);
-    launch.clears = config::packs_all(p) && p.cu_q != nullptr;
-    launch.least_rows = config::packs_all(p) ? 1 : config::kMmaRows + 1;
-    const std::int64_t pairs = std::int64_t{p.batch} * p.kv_heads;
-    launch_items<Tile>(launch, pairs * launch.max_splits, stream);
-    if (launch.max_splits == 1) return;
-    const dim3 grid(checked_int32(pairs, "attention: KV heads"), kMergeBlocks);
-    device::launch_chained<merge_rows_kernel<T>>(grid, dim3(kMergeThreads), 0, stream, launch,
-                                                 "attention: combine");
+    if (p.batch_invariant) {
+      launch_own<OwnTile<T, size, true>>(p, stream);
+    } else {
+      launch_own<OwnTile<T, size>>(p, stream);
+    }
   });
 }
 

@@ -6,7 +6,7 @@
 
 /// What a block of the Hopper kernel of packed rows works on: a tile of rows, which are the queries
 /// of several heads and tokens that read the same keys, and one split of those keys. Tiles, shared
-/// memory, items, and the two warps that plan items and bring keys.
+/// memory, items, and the warp that plans them.
 namespace ridgeline::attention_rows {
 
 namespace config = attention_config;
@@ -26,7 +26,7 @@ constexpr int kConsumersMeet = 1;   // named barrier
 /// kSize columns are computed; a head of fewer is padded with zeros by the copy engine. One
 /// warpgroup takes the rows of one sequence and KV head; two take the rows that all sequences have
 /// before the keys common to all, so that these come to shared memory half as often.
-template <class T_, int kSize_, int kConsumers_, int kSlots_>
+template <class T_, int kSize_, int kConsumers_, int kSlots_, bool kUnsplit_ = false>
 struct Tile {
   using T = T_;
   static constexpr int kSize = kSize_;
@@ -34,6 +34,10 @@ struct Tile {
   static constexpr bool kCommon = kConsumers == 2;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kSlots = kSlots_;  // of keys, or of values
+  /// Batch-invariant mode: a sequence is one item, a step of the softmax the prefill kernel's.
+  static constexpr bool kUnsplit = kUnsplit_;
+  static constexpr int kStepTiles = kUnsplit ? config::prefill_keys(kSize) / kKeys : 1;
+  static constexpr int kStepKeys = kStepTiles * kKeys;
   static constexpr int kParts = kSize / kColumns;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
   static constexpr int kThreads = kConsumerThreads + 2 * device::kWarpSize;
@@ -102,14 +106,28 @@ struct Cut {
   std::int32_t begin, end, keys, splits;
 };
 
+template <bool kUnsplit = false>
 __device__ __forceinline__ Cut cut_of(const AttentionParams& p, const config::Sequence& s) {
   const config::KeyRange first = config::visible_keys(p, s, 0);
   const config::KeyRange last = config::visible_keys(p, s, s.q_len - 1);
   Cut cut{.begin = first.begin / kKeys * kKeys, .end = config::lesser(last.end, s.k_len)};
   const int span = config::greater(cut.end - cut.begin, 1);
-  cut.keys = config::row_split_keys(span);
-  cut.splits = (span + cut.keys - 1) >> (31 - __clz(cut.keys));  // a power of two
+  if constexpr (kUnsplit) {
+    cut.keys = span, cut.splits = 1;
+  } else {
+    cut.keys = config::row_split_keys(span);
+    cut.splits = (span + cut.keys - 1) >> (31 - __clz(cut.keys));  // a power of two
+  }
   return cut;
+}
+
+/// Where the last step before these keys begins.
+template <class Tile>
+__device__ __forceinline__ int last_step(const config::KeyRange& keys) {
+  return (keys.end - 1) / Tile::kStepKeys * Tile::kStepKeys;
+}
+__device__ __forceinline__ bool has_tile(const config::KeyRange& keys, int n) {
+  return n >= keys.begin && n < keys.end;
 }
 
 /// Walks the items of one launch: a warp, whose lane i keeps the i-th share of the sequences.
@@ -130,7 +148,7 @@ struct Planner {
     const AttentionParams& p = launch.attention;
     sequence = config::sequence_of(p, batch);
     if (!config::is_packed(p, sequence.q_len, launch.least_rows)) return 0;
-    cut = cut_of(p, sequence);
+    cut = cut_of<Tile::kUnsplit>(p, sequence);
     return cut.splits * p.kv_heads;
   }
 
@@ -236,79 +254,6 @@ struct Planner {
       request_queries(item, queries_parity);
       queries_parity ^= 1;
       next.next();
-    }
-  }
-};
-
-// ---- Keys and values ----------------------------------------------------------------------------
-
-/// The warp that brings tiles of keys and values, a box a lane.
-template <class Tile>
-struct Bringer {
-  struct Place {
-    int row, batch;
-  };
-
-  const Launch& launch;
-  Shared<Tile>& shared;
-  Ring<Tile::kSlots> ring{.parity = 1};  // the first wait on a fresh barrier passes
-  const std::uint64_t policy = ptx::evict_first();
-
-  __device__ static int box() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
-
-  __device__ __forceinline__ Place place_of(const Work& work, int n) const {
-    const AttentionParams& p = launch.attention;
-    if (box() >= launch.boxes) return {};
-    n += box() / Tile::kParts * launch.box_rows;
-    if (p.block_tables == nullptr)
-      return {static_cast<int>(work.sequence.k_begin) + n, p.cu_k != nullptr ? 0 : work.batch};
-    const int index = launch.block_size.divide(n);
-    int block = 0;  // block 0 stands in for ids out of range
-    if (index < p.max_blocks) block = p.block_tables[work.batch * p.stride_table + index];
-    if (static_cast<unsigned>(block) >= static_cast<unsigned>(p.num_blocks)) block = 0;
-    return {n - index * p.block_size, block};
-  }
-
-  __device__ __forceinline__ void request(const Place& place, int kv_head, const CUtensorMap& map) {
-    std::uint64_t* full = &shared.full[ring.slot];
-    auto& target = shared.kv[ring.slot];
-    ptx::mbarrier_wait(&shared.free[ring.slot], ring.parity);
-    if (box() == 0) ptx::mbarrier_expect(full, sizeof(target));
-    __syncwarp();  // the bytes are announced
-    if (box() < launch.boxes) {
-      const int part = box() % Tile::kParts, first = box() / Tile::kParts * launch.box_rows;
-      // What is read once makes room at once; several tiles of rows read the common keys. H200,
-      // 8 sequences of 4k keys, five queries: 47.0 us, and 44.4 so.
-      if constexpr (Tile::kCommon) {
-        ptx::copy_tensor_4d(target[part][first], &map, full, part * kColumns, place.row, kv_head,
-                            place.batch);
-      } else {
-        ptx::copy_tensor_4d(target[part][first], &map, full, part * kColumns, place.row, kv_head,
-                            place.batch, policy);
-      }
-    }
-    __syncwarp();  // before the warp waits as one again
-    ring.next();
-  }
-
-  __device__ __forceinline__ void run() {
-    for (Ring<kItems> items;; items.next()) {
-      ptx::mbarrier_wait(&shared.described[items.slot], items.parity);
-      const Item item = shared.items[items.slot];
-      if (item.splits == 0) break;
-      ptx::mbarrier_arrive(&shared.released[items.slot]);
-      const int kv_head = item.work.kv_head, end = item.keys.end;
-      int n = item.keys.begin;
-      if (n >= end) continue;
-      Place place = place_of(item.work, n);
-      request(place, kv_head, launch.k);
-      for (n += kKeys; n < end; n += kKeys) {  // keys come one tile ahead of values
-        const Place next = place_of(item.work, n);
-        request(next, kv_head, launch.k);
-        request(place, kv_head, launch.v);
-        place = next;
-      }
-      request(place, kv_head, launch.v);
     }
   }
 };

@@ -66,14 +66,14 @@ void prefill_sm90(const AttentionParams& p, Stream stream) {
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     // One tile for every length where a row's bits must not depend on the rest.
-    if (p.head_dim <= 64 && p.max_k <= kShort && !p.batch_invariant) {
-      launch_tiles<Tile<T, 64, 2, 128, 2, 8>>(p, stream);
+    if (p.head_dim <= 64 && (p.max_k <= kShort || p.batch_invariant)) {
+      launch_tiles<Tile<T, 64, 2, config::prefill_keys(64), 2, 8>>(p, stream);
     } else if (p.head_dim <= 64) {
       launch_tiles<Tile<T, 64, 3, 112, 2, 8>>(p, stream);
     } else if (p.head_dim <= 128) {
-      launch_tiles<Tile<T, 128, 2, 128, 2, 5>>(p, stream);
+      launch_tiles<Tile<T, 128, 2, config::prefill_keys(128), 2, 5>>(p, stream);
     } else {
-      launch_tiles<Tile<T, 256, 2, 64, 1, 5>>(p, stream);
+      launch_tiles<Tile<T, 256, 2, config::prefill_keys(256), 1, 5>>(p, stream);
     }
   });
 }

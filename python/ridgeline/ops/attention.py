@@ -172,8 +172,8 @@ def paged_attention(
             these bring few queries and nothing is in the way (``explain`` tells); the result then
             differs by rounding.
         batch_invariant: a row's bits do not depend on how many queries its sequence brings in
-            this call (a chunk, a whole prompt, one token); decode then runs slower on CUDA. Nor
-            do they depend on the other sequences, but by ``max_q``.
+            this call (a chunk, a whole prompt, one token); decode of few long sequences then runs
+            slower on CUDA, where keys are not split. Nor do they depend on the other sequences.
         plan: must be None (the work is cut from shapes and from the lengths on the device).
         workspace: uint8, any contents, at least :func:`attention_workspace_bytes`; None: allocated.
         counters: int32, at least ``B * Hkv + 2``, zero on entry and on exit, one set a stream: the
