@@ -88,6 +88,7 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   device::RowWeight<T, Row, kFloatWeights, kFew> weight(row, params.weight);
   device::RowWeight<T, Row, kFloatWeights, kFew> bias(row, params.bias);
   if (params.weights_ready) weight.load(), bias.load();
+  device::prefetch_early<Row>(x, params.cols);
   device::wait_then_start_dependents();
 
   row.load(x);

@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
 
   device::start_dependents();
+  device::prefetch_early<Row>(x, params.cols);
   device::wait_then_start_dependents();
   Row row(x, params.cols);
   row.load(x);

@@ -202,13 +202,15 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   Row row(params.by_group ? nullptr : x, params.cols);  // groups are counted from the row's begin
   device::RowWeight<T, Row, kFloatWeight, kAhead> weight(row, params.weight);
   if (params.weights_ready) weight.load();
+  T* const residual = static_cast<T*>(params.residual) + index * params.stride_residual_row;
+  device::prefetch_early<Row>(x, params.cols);
+  if (params.residual != nullptr) device::prefetch_early<Row>(residual, params.cols);
   device::wait_then_start_dependents();
 
   row.load(x);
   if (!params.weights_ready) weight.load();
   device::prefetch_ahead<Row, T>(params.x, params.stride_x_row, index, params.rows, params.cols);
-  if (!Row::kFull && params.residual != nullptr)
-    row.add_into(static_cast<T*>(params.residual) + index * params.stride_residual_row);
+  if (!Row::kFull && params.residual != nullptr) row.add_into(residual);
   if constexpr (kCodes) store_codes(params, row, weight, share_of_one, scratch);
   else store_row<T>(params, row, weight, share_of_one, scratch);
 }
