@@ -19,9 +19,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   if (threadIdx.x == 0) {
     for (int i = 0; i < Tile::kStages; ++i) {
       ptx::mbarrier_init(&shared.full[i], (Tile::kInt4 ? 2 : 1) + Tile::kTeam);
-      ptx::mbarrier_init(&shared.free[i], Tile::kConsumers);
+      ptx::mbarrier_init(&shared.free[i], Tile::kReleases);
     }
     ptx::fence_mbarrier_init();
+  }
+  if (threadIdx.x == Tile::kThreads - 1) {
+    ptx::prefetch_tensor_map(&launch.weight);
+    if (Tile::kInt4) ptx::prefetch_tensor_map(&launch.scales);
+    if (launch.in_order) ptx::prefetch_tensor_map(&launch.x);
   }
   ptx::wait_for_dependencies();  // which weights are read is what the kernels ahead decide
   plan<Tile>(launch, shared);    // and the barriers are made
@@ -83,7 +88,7 @@ CUtensorMap weight_map(const GroupedGemmParams& params) {
     const cuuint64_t sizes[] = {u64(words), 2, u64(ceil_div(p.N, 32)), u64(params.experts)};
     const cuuint64_t strides[] = {u64(gated ? strips / 2 * strip : strip),
                                   u64(gated ? strip : 2 * strip), u64(strips * strip)};
-    const cuuint32_t box[] = {Int4Layout::kWords, 2, Tile::kCols / 32, 1};
+    const cuuint32_t box[] = {Tile::kBoxes * Int4Layout::kWords, 2, Tile::kCols / 32, 1};
     result = device::tensor_map_encoder()(
         &map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, const_cast<void*>(p.weight.data), sizes, strides,
         box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
@@ -136,7 +141,8 @@ void add_scales(Launch& launch) {
   launch.scales = map_of(p.weight.scales, 2, CU_TENSOR_MAP_DATA_TYPE_UINT16);
   if (p.weight.zeros)
     launch.zeros = map_of(p.weight.zeros, 1, CU_TENSOR_MAP_DATA_TYPE_UINT8);
-  launch.groups = p.weight.group % Tile::kDepth == 0 || groups == 1 ? 1 : 2;
+  launch.groups =
+      p.weight.group % Tile::kDepth == 0 || groups == 1 ? 1 : Tile::kScaleSets;
 }
 
 template <class Tile>
@@ -159,7 +165,7 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
   if (launch.in_order)
     launch.x = device::matrix_map(
         {x, static_cast<int>(sizeof(typename Tile::X)), x_rows, p.K, x_stride},
-        std::min(Tile::kRows, kPieceRows), Tile::kDepth, true);
+        std::min(Tile::kRows, kPieceRows), Tile::kBoxDepth, true);
   // Of g experts with rows, each has a tile for its first row; the others fill tiles of kRows.
   const std::int64_t groups = std::min<std::int64_t>(p.M, params.experts);
   const std::int64_t most = (groups + (p.M - groups) / Tile::kRows) * launch.columns;

@@ -35,10 +35,17 @@ struct Tile {
   static constexpr WeightFormat kFormat = kFormat_;
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
   static constexpr bool kExpands = expands<X>(kFormat);
-  static constexpr int kDepth = kRowBytes / static_cast<int>(sizeof(X));  // columns of K a stage
   static constexpr int kConsumers = kConsumers_, kRows = kRows_;
+  // Boxes of 128 bytes of each row of x in a stage: two of int4 by few rows, which then waits and
+  // fetches scales half as often.
+  static constexpr int kBoxes = kInt4 && kRows <= 32 ? 2 : 1;
+  static constexpr int kBoxDepth = kRowBytes / static_cast<int>(sizeof(X));  // columns of K
+  static constexpr int kDepth = kBoxes * kBoxDepth;                          // of a stage
+  static constexpr int kScaleSets = 2 * kBoxes;  // of int4: one for 32 columns
   static constexpr int kCols = kConsumers * kWarpgroupRows;
   static constexpr int kMultipliers = kConsumers * kWarpgroup;  // threads
+  // Arrivals that give a stage back: of warps, where each multiplies for itself.
+  static constexpr int kReleases = kInt4 && kRows_ <= 32 ? 4 * kConsumers : kConsumers;
   static constexpr int kProducers = kWarpgroup;
   // Where a stage takes less time to multiply than to request, warps request stages by turns.
   static constexpr int kTurns = kRows <= 32 ? kProducers / device::kWarpSize : 1;
@@ -46,13 +53,15 @@ struct Tile {
   static constexpr int kThreads = kMultipliers + kProducers;
   static constexpr int kBlocksPerSm = kRows <= 32 ? 2 : 1;
   // A thread's, of producers and of consumers, where there are two warpgroups of those.
-  static constexpr int kFewRegisters = kBlocksPerSm == 2 ? 40 : 88;
-  static constexpr int kManyRegisters = kBlocksPerSm == 2 ? 96 : 208;
+  static constexpr int kFewRegisters = kBlocksPerSm == 2 ? (kInt4 ? 56 : 48) : 88;
+  static constexpr int kManyRegisters = kBlocksPerSm == 2 ? (kInt4 ? 88 : 96) : 208;
   // Twice the sums are kept: of a segment of K, and of those before it.
   static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == 128;
-  static constexpr int kWeightBytes = kCols * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
+  static constexpr int kWeightBytes =
+      kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
   static constexpr int kStageBytes =
-      kRows * kRowBytes + kWeightBytes + (kInt4 ? 2 * (2 * kCols + round_up(kCols, 128)) : 16);
+      kBoxes * kRows * kRowBytes + kWeightBytes +
+      (kInt4 ? kScaleSets * (2 * kCols + round_up(kCols, 128)) : 16);
   static constexpr int kStages =
       std::min(16, (kBlocksPerSm == 1 ? 200 : kConsumers == 1 ? 96 : 86) * 1024 / kStageBytes);
 };
@@ -61,7 +70,7 @@ struct Launch {
   GroupedGemmParams grouped;
   CUtensorMap weight, scales, zeros, x;
   bool in_order;  // row s of y is made of row s of x
-  int groups;     // scales a stage has of each weight row: 1 or 2; int4
+  int groups;     // scales a stage has of each weight row: 1 or Tile::kScaleSets; int4
   int columns;  // tiles of weight rows
   int steps;    // stages, in all
 };
@@ -72,15 +81,15 @@ template <class Tile>
 struct Shared {
   using T = typename Tile::T;
 
-  alignas(1024) std::uint8_t x[Tile::kStages][Tile::kRows][kRowBytes];
+  alignas(1024) std::uint8_t x[Tile::kStages][Tile::kBoxes * Tile::kRows][kRowBytes];
   alignas(1024) std::uint8_t weight[Tile::kStages][Tile::kWeightBytes];
   union {
     alignas(1024) T out[Tile::kConsumers][kPieceRows][kOutColumns];
     float sums[Tile::kConsumers][kPieceRows / 2][kOutColumns];
   };
   struct Scales {
-    alignas(128) T of[2][Tile::kCols];  // of 32 columns of K
-    alignas(128) std::uint8_t zeros[2][round_up(Tile::kCols, 128)];
+    alignas(128) T of[Tile::kScaleSets][Tile::kCols];  // of 32 columns of K
+    alignas(128) std::uint8_t zeros[Tile::kScaleSets][round_up(Tile::kCols, 128)];
   };
   Scales scales[Tile::kInt4 ? Tile::kStages : 1];
   float x_scale[Tile::kFp8X ? Tile::kConsumers : 1][Tile::kFp8X ? Tile::kRows : 1];
@@ -104,12 +113,19 @@ __device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared)
   for (int e = thread; e <= p.experts; e += Tile::kThreads)
     shared.offsets[e] = p.offsets ? p.offsets[e] : e * static_cast<std::int32_t>(p.gemm.M);
   __syncthreads();  // the offsets are there
-  for (int e = thread; e <= p.experts; e += Tile::kThreads) {
+  if (device::warp_index() == 0) {  // each lane counts the tiles of some experts
+    const int each = ceil_div(p.experts, device::kWarpSize), first = thread * each;
+    const auto tiles_of = [&](int e) {
+      return e < p.experts ? ceil_div(shared.offsets[e + 1] - shared.offsets[e], Tile::kRows) : 0;
+    };
     int tiles = 0;
-#pragma unroll 8
-    for (int j = 0; j < e; ++j)
-      tiles += ceil_div(shared.offsets[j + 1] - shared.offsets[j], Tile::kRows);
-    shared.starts[e] = tiles;
+    for (int i = 0; i < each; ++i) tiles += tiles_of(first + i);
+    int before = device::warp_inclusive_sum(tiles) - tiles;
+    for (int e = first; e < min(first + each, p.experts); ++e) {
+      shared.starts[e] = before;
+      before += tiles_of(e);
+    }
+    if (thread == device::kWarpSize - 1) shared.starts[p.experts] = before;
   }
   __syncthreads();  // the plan is whole
 }
@@ -147,18 +163,21 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
   std::uint64_t* full = &shared.full[stage];
   constexpr int kBoxRows = std::min(Tile::kRows, kPieceRows);
   const int boxes = launch.in_order ? ceil_div(item.rows, kBoxRows) : 0;
-  const int bytes = Tile::kWeightBytes + boxes * kBoxRows * kRowBytes;
+  const int bytes = Tile::kWeightBytes + boxes * Tile::kBoxes * kBoxRows * kRowBytes;
   ptx::mbarrier_expect(full, bytes);
   if constexpr (Tile::kInt4) {
-    ptx::copy_tensor_4d(shared.weight[stage], &launch.weight, full, k * Int4Layout::kWords, 0,
-                        item.column * (Tile::kCols / 32), item.expert);
+    ptx::copy_tensor_4d(shared.weight[stage], &launch.weight, full,
+                        k * Tile::kBoxes * Int4Layout::kWords, 0, item.column * (Tile::kCols / 32),
+                        item.expert);
   } else {
     ptx::copy_tensor_5d(shared.weight[stage], &launch.weight, full, k * Tile::kDepth, 0, 0,
                         item.column * (Tile::kCols / 16), item.expert);
   }
   for (int i = 0; i < boxes; ++i)
-    ptx::copy_matrix(shared.x[stage][i * kBoxRows], &launch.x, full, k * Tile::kDepth,
-                     item.row0 + i * kBoxRows);
+#pragma unroll
+    for (int box = 0; box < Tile::kBoxes; ++box)
+      ptx::copy_matrix(shared.x[stage][box * Tile::kRows + i * kBoxRows], &launch.x, full,
+                       k * Tile::kDepth + box * Tile::kBoxDepth, item.row0 + i * kBoxRows);
 }
 
 /// Scales and zero points of int4: those of the gates, then of the up rows. By a thread of another
@@ -193,13 +212,17 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
   for_each_item(launch, shared, [&](const Item& item) {
     std::uint32_t places[kCount];  // in units of a vector
     const int copied = launch.in_order ? 0 : item.rows;
+    const auto find = [&] {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int r = first + i * kStep;
-      if (r >= copied) break;
-      const std::int64_t row = row_of_x(grouped, item.row0 + r);
-      places[i] = static_cast<std::uint32_t>(row * (p.x.stride_row / kElements)) + vector;
-    }
+      for (int i = 0; i < kCount; ++i) {
+        const int r = first + i * kStep;
+        if (r >= copied) break;
+        const std::int64_t row = row_of_x(grouped, item.row0 + r);
+        places[i] = static_cast<std::uint32_t>(row * (p.x.stride_row / kElements)) + vector;
+      }
+    };
+    bool found = Tile::kTurns == 1;
+    if (found) find();
     for (int k = 0; k < launch.steps; ++k, ring.next()) {
       const int s = ring.stage;
       if (s % Tile::kTurns != turn) continue;
@@ -207,15 +230,21 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
       if (member == 0) request<Tile>(launch, shared, item, k, s);
       if (Tile::kInt4 && member == Tile::kTeam - device::kWarpSize)
         request_scales<Tile>(launch, shared, item, k, s);
-      const bool inside = k * Tile::kDepth + vector * kElements < p.K;
-      std::uint8_t* stage = shared.x[s][0];
+      if (!found) find();  // with the first weights on their way
+      found = true;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int r = first + i * kStep;
-        if (r >= copied) break;
-        const std::int64_t at = inside ? std::int64_t{places[i]} + k * kVectors : 0;
-        ptx::copy_async_16(stage + r * kRowBytes + (vector ^ (r % 8)) * kVector,
-                           base + at * kVector, inside);
+      for (int box = 0; box < Tile::kBoxes; ++box) {
+        const bool inside = k * Tile::kDepth + box * Tile::kBoxDepth + vector * kElements < p.K;
+        std::uint8_t* stage = shared.x[s][box * Tile::kRows];
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+          const int r = first + i * kStep;
+          if (r >= copied) break;
+          const std::int64_t at =
+              inside ? std::int64_t{places[i]} + (k * Tile::kBoxes + box) * kVectors : 0;
+          ptx::copy_async_16(stage + r * kRowBytes + (vector ^ (r % 8)) * kVector,
+                             base + at * kVector, inside);
+        }
       }
       ptx::mbarrier_arrive_after_copies(&shared.full[s]);
     }
