@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(Fp8Tile::kThreads, 1)
     if (threadIdx.x < kProducers) {
       Producer<Tile>{launch, shared}.run();
     } else if (threadIdx.x < kProducers + device::kWarpSize) {
-      Scaler{launch.attention, shared}.run();
+      Scaler{launch, shared}.run();
     }
   } else if (warpgroup == Tile::kConsumers + 1) {
     ptx::release_registers<Tile::kTurnerRegisters>();

@@ -1,5 +1,6 @@
 #pragma once
 #include <algorithm>
+#include <limits>
 #include <numeric>
 
 #include "device/launch.cuh"
@@ -48,6 +49,8 @@ void launch_works(const AttentionParams& p, Stream stream) {
   Launch launch{.attention = p};
   launch.box_rows = p.block_tables ? std::gcd(p.block_size, Tile::kKeys) : Tile::kKeys;
   launch.boxes = Tile::kKeys / launch.box_rows * Tile::kParts;
+  launch.blocks = p.block_tables ? p.num_blocks : std::numeric_limits<int>::max();
+  launch.block_size = device::Divisor::of(std::max(p.block_size, 1));
   launch.q = device::swizzled_map(queries_of(p), Tile::kQueries, Tile::kColumns);
   launch.k = device::swizzled_map(attention_launch::keys_of(p), launch.box_rows, Tile::kColumns);
   launch.v = device::swizzled_map(attention_launch::values_of(p), launch.box_rows, Tile::kColumns);

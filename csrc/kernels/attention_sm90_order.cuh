@@ -1,5 +1,6 @@
 #pragma once
 #include "common/math.h"
+#include "device/divisor.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "device/ptx/warpgroup.cuh"
@@ -39,6 +40,8 @@ struct Launch {
   CUtensorMap q, k, v;
   int box_rows;  // keys that one copy brings: they lie in one block
   int boxes;     // copies of a tile of keys
+  int blocks;    // ids from here on are out of range
+  device::Divisor block_size;
   int heads_together, batches_together;  // whose works run side by side
   Queue* queue;
   unsigned long long ticket;
