@@ -233,6 +233,27 @@ def test_what_no_sequence_owns_has_no_effect(device: str, rest: float) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("cu_q", [[3, 8], [129, 130], [0, 1, 130], [0, 0, 130], [0, 130, 260]])
+def test_fewer_queries_than_rows_have_room_for(device: str, cu_q: list[int]) -> None:
+    """With 130 rows for each sequence, prefill takes those of few queries too, and rows of none."""
+    paged = Paged(device, [LONG, 300][: len(cu_q) - 1], rest=math.nan)
+    rows = 130 * (len(cu_q) - 1)
+    q = normal(device, rows, HEADS, DIM)
+    out, lse = ops.paged_attention(
+        q, paged.k_cache, paged.v_cache, paged.tables, paged.seq_lens, ints(device, cu_q),
+        max_q=130, return_lse=True,
+    )  # fmt: skip
+    for b, (begin, end) in enumerate(zip(cu_q, cu_q[1:])):
+        if begin < end:
+            want = ops.attention(q[None, begin:end], paged.k[b][None], paged.v[b][None])[0]
+            assert (out[begin:end] - want).abs().max() < 0.02
+    owned = torch.zeros(rows, dtype=torch.bool, device=device)
+    owned[cu_q[0] : cu_q[-1]] = True
+    assert bool((out[~owned] == 0).all()) and bool((lse[:, ~owned] == -math.inf).all())
+    assert bool(lse[:, owned].isfinite().all())
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_window_hides_exactly_the_older_keys(device: str) -> None:
     """Against the mask written out, one visible key at a time: v is one-hot in the position."""
     length, window = 64, 5

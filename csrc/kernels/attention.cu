@@ -262,8 +262,10 @@ void quantised_queries(const AttentionParams& p, Stream stream) {
     note_general("fp8 queries rounded to bf16", [&] { return obstacle; });
     return attention(attention_launch::expand_queries(p, false, stream), stream);
   }
-  few_queries(attention_launch::expand_queries(p, true, stream), stream);
-  if (p.batch > 0) attention_launch::prefill_fp8_sm90(p, stream);
+  AttentionParams many = p;
+  many.takes_few = config::expects_many(p);
+  if (!many.takes_few) few_queries(attention_launch::expand_queries(p, true, stream), stream);
+  if (p.batch > 0) attention_launch::prefill_fp8_sm90(many, stream);
 }
 
 }  // namespace
@@ -283,14 +285,17 @@ void attention(const AttentionParams& p, Stream stream) {
              std::to_string(config::kCommonColumns) + ", without a window";
     });
   if (takes_unsplit(p)) return unsplit(p, stream);
-  const bool all_split = config::is_split(p, p.max_q);
-  if (packed || all_split) few_queries(p, stream);
-  if (all_split || p.batch == 0) return;
-  if (const char* obstacle = attention_launch::prefill_obstacle(p)) {
+  if (config::is_split(p, p.max_q)) return few_queries(p, stream);
+  const char* obstacle = attention_launch::prefill_obstacle(p);
+  AttentionParams many = p;
+  many.takes_few = obstacle == nullptr && config::expects_many(p);
+  if (packed && !many.takes_few) few_queries(p, stream);
+  if (p.batch == 0) return;
+  if (obstacle != nullptr) {
     note_general("prefill", [&] { return obstacle; });
     attention_launch::prefill(p, stream);
   } else {
-    attention_launch::prefill_sm90(p, stream);
+    attention_launch::prefill_sm90(many, stream);
   }
 }
 

@@ -69,7 +69,17 @@ constexpr bool is_split(std::int32_t q_len, std::int32_t group) {
 }
 
 constexpr bool is_split(const AttentionParams& p, std::int32_t q_len) {
-  return (!p.batch_invariant || p.leaves_few) && is_split(q_len, p.heads / p.kv_heads);
+  return (!p.batch_invariant || p.leaves_few) && !p.takes_few &&
+         is_split(q_len, p.heads / p.kv_heads);
+}
+
+/// Whether prefill is given all sequences: packed rows are enough for each to have as many queries
+/// as any may, so that none is expected to have few. The kernels for few would be launched in vain,
+/// each after the end of the one before. H200, 32/8 heads of 128, one sequence of 4096 tokens: 230
+/// us a call, of which its own kernel 222.
+constexpr bool expects_many(const AttentionParams& p) {
+  return p.cu_q != nullptr && p.batch > 0 && !is_split(p, p.max_q) &&
+         !p.batch_invariant && std::int64_t{p.batch} * p.max_q <= p.total_q;
 }
 
 /// Keys a split: 128 KB of keys and values, so that writing and reading a partial result of up to

@@ -39,7 +39,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::release_registers<Tile::kProducerRegisters>();
-    if (threadIdx.x < kProducers) Producer<Tile>{launch, shared}.run();
+    if (threadIdx.x < kProducers) {
+      Producer<Tile>{launch, shared}.run();
+    } else if (launch.attention.takes_few) {
+      clear_unowned_rows<typename Tile::T>(launch.attention);
+    }
   } else {
     ptx::take_registers<Tile::kConsumerRegisters>();
     Consumer<Tile>{launch.attention, shared, warpgroup - 1}.run();

@@ -50,6 +50,8 @@ __global__ void __launch_bounds__(Fp8Tile::kThreads, 1)
     } else if (threadIdx.x < kProducers + device::kWarpSize) {
       Scaler{launch, shared}.run();
     }
+    if (threadIdx.x >= kProducers && launch.attention.takes_few)
+      clear_unowned_rows<__nv_bfloat16>(launch.attention);
   } else if (warpgroup == Tile::kConsumers + 1) {
     ptx::release_registers<Tile::kTurnerRegisters>();
     Turner{shared}.run();

@@ -165,4 +165,13 @@ struct Order {
   }
 };
 
+/// The rows of no sequence, by the warps of each block's first warpgroup that bring no tiles.
+template <class T>
+__device__ __forceinline__ void clear_unowned_rows(const AttentionParams& p) {
+  constexpr int kThreads = kWarpgroup - kProducers;
+  attention_tile::clear_unowned_rows_by<T>(
+      p, std::int64_t{blockIdx.x} * kThreads + threadIdx.x - kProducers,
+      std::int64_t{gridDim.x} * kThreads);
+}
+
 }  // namespace ridgeline::attention_sm90

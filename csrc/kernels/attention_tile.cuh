@@ -318,28 +318,33 @@ __device__ __forceinline__ void store_lse(const AttentionParams& p, const Work& 
   p.lse[work.batch * p.stride_lse_batch + work.head(row) * p.stride_lse_head + query] = lse;
 }
 
-/// Zeros and -inf in rows [begin, end) of a packed q, by `blocks` blocks of which this is `block`.
+/// Zeros and -inf in rows [begin, end) of a packed q, by `threads` of which this is `thread`.
 template <class T>
 __device__ __forceinline__ void clear_rows(const AttentionParams& p, std::int64_t begin,
-                                           std::int64_t end, int block, int blocks) {
+                                           std::int64_t end, std::int64_t thread,
+                                           std::int64_t threads) {
   const std::int64_t width = std::int64_t{p.heads} * p.head_dim;
-  const std::int64_t step = std::int64_t{blocks} * blockDim.x;
-  const std::int64_t thread = std::int64_t{block} * blockDim.x + threadIdx.x;
   T* out = static_cast<T*>(p.out);
-  for (std::int64_t i = begin * width + thread; i < end * width; i += step)
+  for (std::int64_t i = begin * width + thread; i < end * width; i += threads)
     out[i] = device::from_float<T>(0.0f);
-  for (std::int64_t i = thread; i < (end - begin) * p.heads; i += step)
+  for (std::int64_t i = thread; i < (end - begin) * p.heads; i += threads)
     p.lse[i % p.heads * p.stride_lse_head + begin + i / p.heads] = device::kMinusInfinity;
 }
 
 /// The rows of a packed q that belong to no sequence.
 template <class T>
-__device__ __forceinline__ void clear_unowned_rows(const AttentionParams& p, int block,
-                                                   int blocks) {
+__device__ __forceinline__ void clear_unowned_rows_by(const AttentionParams& p,
+                                                      std::int64_t thread, std::int64_t threads) {
   const std::int64_t first = min(max(std::int64_t{p.cu_q[0]}, std::int64_t{0}), p.total_q);
   const std::int64_t last = min(max(std::int64_t{p.cu_q[p.batch]}, first), p.total_q);
-  clear_rows<T>(p, 0, first, block, blocks);
-  clear_rows<T>(p, last, p.total_q, block, blocks);
+  clear_rows<T>(p, 0, first, thread, threads);
+  clear_rows<T>(p, last, p.total_q, thread, threads);
+}
+
+template <class T>  // the same by all threads of `of` blocks, of which this is `block`
+__device__ __forceinline__ void clear_unowned_rows(const AttentionParams& p, int block, int of) {
+  clear_unowned_rows_by<T>(p, block * std::int64_t{blockDim.x} + threadIdx.x,
+                           of * std::int64_t{blockDim.x});
 }
 
 }  // namespace ridgeline::attention_tile
