@@ -236,7 +236,8 @@ class Runner:
             counters=self._counters,
             shared_blocks=shared,
         )
-        return self._model.hidden_states(inputs, self._cache).index_select(0, step.logits_rows)
+        hidden, rows = self._model.hidden_states(inputs, self._cache), step.logits_rows
+        return hidden if hidden.shape[0] == rows.shape[0] == 1 else hidden.index_select(0, rows)
 
     def _logits(self, step: _StepArrays, key: GraphKey) -> Tensor:
         return self._model.logits(self._hidden(step, key.max_q, key.blocks, key.shared_blocks))
