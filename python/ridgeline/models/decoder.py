@@ -189,8 +189,9 @@ class Decoder:
             q, k = layer.q_norm(qkv)[:, :heads], layer.k_norm(qkv)[:, heads:-kv_heads]
         blocks = cache.k[index], cache.v[index]
         scales = cache.k_scale[index], cache.v_scale[index]
-        sequences = inputs.block_tables, inputs.seq_lens, inputs.cu_q
+        lengths = inputs.block_tables, inputs.seq_lens
         options: dict[str, Any] = {
+            "cu_q": inputs.cu_q,
             "scale": layer.scale,
             "window": layer.window,
             "softcap": config.attention_softcap,
@@ -204,7 +205,7 @@ class Decoder:
         }
         if layer.cos_sin is None:
             ops.write_kv(k, v, *blocks, inputs.slots, *scales)
-            out = ops.paged_attention(q, *blocks, *sequences, **options)
+            out = ops.paged_attention(q, *blocks, *lengths, **options)
         else:
             out = ops.rope_paged_attention(
                 q,
@@ -214,7 +215,7 @@ class Decoder:
                 layer.cos_sin,
                 inputs.slots,
                 *blocks,
-                *sequences,
+                *lengths,
                 interleaved=layer.interleaved,
                 weights_ready=True,
                 **options,
