@@ -134,7 +134,12 @@ std::int64_t attention_workspace(std::int64_t batch, std::int64_t heads, std::in
   p.max_k = ridgeline::checked_int32(max_k, "max_k");
   p.total_q = quantised_rows > 0 ? quantised_rows : batch * max_q;
   p.shared_keys = ridgeline::checked_int32(shared_keys, "shared_keys");
-  return ridgeline::attention_config::workspace_bytes(p, quantised_rows > 0);
+  const std::int64_t bytes = ridgeline::attention_config::workspace_bytes(p, quantised_rows > 0);
+  // Calls of few tokens may need more than those of all.
+  const std::int64_t few = ridgeline::attention_config::kChunkTokens;
+  p.total_q = p.total_q < few ? p.total_q : few;
+  const std::int64_t cut = ridgeline::attention_config::workspace_bytes(p, quantised_rows > 0);
+  return cut > bytes ? cut : bytes;
 }
 }  // namespace
 

@@ -294,6 +294,12 @@ void attention(const AttentionParams& p, Stream stream) {
   if (obstacle != nullptr) {
     note_general("prefill", [&] { return obstacle; });
     attention_launch::prefill(p, stream);
+  } else if (config::cuts_chunks(p)) {
+    launch_trace::note_choice([] {
+      return "sequences of many queries: keys in up to " +
+             std::to_string(config::kChunkSegments) + " segments";
+    });
+    attention_launch::chunks_sm90(many, stream);
   } else {
     attention_launch::prefill_sm90(many, stream);
   }

@@ -202,6 +202,31 @@ constexpr std::int32_t sequence_at(const AttentionParams& p, std::int32_t token)
   return low < p.batch && p.cu_q[low] <= token ? low : -1;
 }
 
+/// The Hopper kernel of chunks: before many keys few tokens make too few tiles to fill the GPU, so
+/// their keys are cut into segments. Which calls it takes depends on what the host knows of them.
+constexpr std::int32_t kChunkTokens = 512;   // of a call, at most
+constexpr std::int32_t kChunkKeys = 2048;    // that a sequence may have, at least
+constexpr std::int32_t kChunkRows = 128;     // of a tile, and keys
+constexpr std::int32_t kChunkSegments = 16;  // at most
+
+/// Rows of q and of out.
+constexpr std::int64_t all_queries(const AttentionParams& p) {
+  return p.cu_q != nullptr || p.total_q > 0 ? p.total_q : std::int64_t{p.batch} * p.max_q;
+}
+
+constexpr bool cuts_chunks(const AttentionParams& p) {
+  return p.dtype != DType::kFloat32 && p.kv_dtype == p.dtype && p.head_dim <= 128 &&
+         p.heads / p.kv_heads <= kChunkRows && p.max_k >= kChunkKeys &&
+         all_queries(p) <= kChunkTokens && !p.batch_invariant && !is_split(p, p.max_q);
+}
+
+/// Partial rows, each its sums and its lse.
+constexpr std::int64_t chunk_bytes(const AttentionParams& p) {
+  if (!cuts_chunks(p)) return 0;
+  return kChunkSegments * all_queries(p) * p.heads * (p.head_dim + 1) *
+         static_cast<std::int64_t>(sizeof(float));
+}
+
 /// Keys common to all sequences are read once, if they are many and the queries few.
 constexpr std::int32_t kCommonKeys = 512;
 constexpr std::int32_t kCommonColumns = 128;
@@ -262,10 +287,12 @@ constexpr std::int64_t common_bytes(const AttentionParams& p) {
          static_cast<std::int64_t>(sizeof(float));
 }
 
-/// Behind the partial rows: the queue of the Hopper prefill kernel.
+/// Behind the partial rows, those of chunks in the place of the others, which are joined by then:
+/// the queue of the Hopper prefill kernel.
 constexpr std::int64_t kQueueBytes = 16;
 constexpr std::int64_t queue_offset(const AttentionParams& p) {
-  return round_up(split_bytes(p), kQueueBytes);
+  const std::int64_t split = split_bytes(p), chunks = chunk_bytes(p);
+  return round_up(split > chunks ? split : chunks, kQueueBytes);
 }
 
 /// Behind all this: quantised queries in the dtype of out, for kernels that multiply in 16 bits.

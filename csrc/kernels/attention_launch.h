@@ -33,6 +33,9 @@ void prefill(const AttentionParams& params, Stream stream);
 void prefill_sm90(const AttentionParams& params, Stream stream);
 const char* prefill_obstacle(const AttentionParams& params);
 
+/// The same where config::cuts_chunks(), the keys cut into segments; a second kernel joins them.
+void chunks_sm90(const AttentionParams& params, Stream stream);
+
 /// The same with queries, keys, values and weights in e4m3, where prefill_fp8_obstacle() is null.
 void prefill_fp8_sm90(const AttentionParams& params, Stream stream);
 const char* prefill_fp8_obstacle(const AttentionParams& params);

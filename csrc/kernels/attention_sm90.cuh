@@ -40,7 +40,7 @@ struct Shared {
 
   alignas(1024) Queries q[Tile::kQuerySlots];
   alignas(1024) Keys kv[Tile::kSlots];
-  Work work[Tile::kWorkSlots];
+  WorkOf<Tile> work[Tile::kWorkSlots];
   alignas(8) std::uint64_t q_full[Tile::kQuerySlots];
   std::uint64_t full[Tile::kSlots], free[Tile::kSlots];
   float anchor[Tile::kConsumerThreads];  // see Consumer::anchor
@@ -54,14 +54,14 @@ __device__ __forceinline__ int row_of(int thread) {
 }
 
 /// Hides what this thread's rows do not see of the keys from `key` on: a tile at an edge.
-template <int kPieces>
+template <class Work, int kPieces>
 __device__ __forceinline__ void mask(const AttentionParams& p, const Work& work, int key,
                                      float (&scores)[kPieces][4]) {
   const int thread = ptx::thread_index(), begin = key + thread % 4 * 2;
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const config::KeyRange sees =
-        config::visible_keys(p, work.sequence, work.first_query + row_of(thread) + 8 * r);
+        config::visible_keys(p, work.sequence, work.query(row_of(thread), 8 * r));
     const int first = sees.begin - begin;
     const int limit = config::lesser(sees.end, work.sequence.k_len) - begin;
 #pragma unroll
@@ -129,24 +129,30 @@ struct Producer {
     return work;
   }
 
+  /// The rows of a tile, whose bytes `full` receives.
+  __device__ __forceinline__ void copy_queries(const Work& work, std::uint64_t* full) const {
+    const AttentionParams& p = launch.attention;
+    const int rows = Packed<Tile> ? launch.tokens * launch.group : Tile::kQueries;
+    ptx::mbarrier_expect(full, rows * static_cast<int>(sizeof(shared.q[0]) / Tile::kQueries));
+    const int row = static_cast<int>(work.sequence.q_begin) + work.first_query;
+    for (int part = 0; part < Tile::kParts; ++part)
+      ptx::copy_tensor_4d(shared.q[queries.slot][part], &launch.q, full, part * Tile::kColumns,
+                          Packed<Tile> ? work.kv_head * launch.group : row,
+                          Packed<Tile> ? row : work.head, p.cu_q != nullptr ? 0 : work.batch);
+  }
+
   /// The queries of a work; with them the work itself becomes visible to the consumers. The lane
   /// that wrote it arrives itself, and all who read it meet at the named barrier: racecheck sees no
   /// order through another thread. H200, 24 shapes of head sizes 64 and 128: 0.4% of their mean
   /// rate.
   __device__ __forceinline__ void request_queries(const Work& work) {
-    const AttentionParams& p = launch.attention;
     std::uint64_t* full = &shared.q_full[queries.slot];
     if (fresh-- <= 0)
       ptx::named_barrier_sync(kQueriesFree + queries.slot, Tile::kWorkThreads);
     if (wrote) ptx::mbarrier_arrive(full);
     if (threadIdx.x == 0) {
       if (work.exists) {
-        ptx::mbarrier_expect(full, sizeof(shared.q[0]));
-        const int row = static_cast<int>(work.sequence.q_begin) + work.first_query;
-        for (int part = 0; part < Tile::kParts; ++part)
-          ptx::copy_tensor_4d(shared.q[queries.slot][part], &launch.q, full,
-                              part * Tile::kColumns, row, work.head,
-                              p.cu_q != nullptr ? 0 : work.batch);
+        copy_queries(work, full);
       } else {
         ptx::mbarrier_arrive(full);
       }

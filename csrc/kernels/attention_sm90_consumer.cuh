@@ -1,7 +1,7 @@
 #pragma once
 #include "device/ptx/wgmma_registers.cuh"
 #include "device/ptx/wgmma_shared.cuh"
-#include "kernels/attention_sm90.cuh"
+#include "kernels/attention_chunk_sm90.cuh"
 
 /// What one warpgroup of the Hopper prefill kernel does with the tiles: products, softmax, output.
 namespace ridgeline::attention_sm90 {
@@ -49,11 +49,11 @@ struct Consumer {
   /// Waits for the next work and its queries; false: there is none.
   __device__ __forceinline__ bool begin_work() {
     ptx::mbarrier_wait(&shared.q_full[queries.slot], queries.parity);
-    const Work& work = shared.work[works.slot];
+    const auto& work = shared.work[works.slot];
     if (!work.exists) return false;
     const config::Sequence& s = work.sequence;
-    const int first = work.first_query + warpgroup * kWarpgroupRows;
-    const int last = min(first + kWarpgroupRows, s.q_len) - 1;
+    const int first_row = warpgroup * kWarpgroupRows, first = work.query(first_row, 0);
+    const int last = min(work.query(first_row, kWarpgroupRows - 1) + 1, s.q_len) - 1;
     const config::KeyRange latest = config::visible_keys(p, s, last);
     const int end = config::lesser(config::visible_keys(p, s, first).end, s.k_len);
     now = {.slot = queries.slot,
@@ -258,11 +258,60 @@ struct Consumer {
     store(of, softmax);
   }
 
+  /// Of row r the four columns from piece i or i + 1 that this lane stores.
+  __device__ __forceinline__ uint2 traded_pieces(int i, int r, float factor) const {
+    const float(&even)[4] = sums[i], (&odd)[4] = sums[i + 1];
+    return device::trade_in_pair(
+        attention_tile::pack<T>(even[2 * r] * factor, even[2 * r + 1] * factor),
+        attention_tile::pack<T>(odd[2 * r] * factor, odd[2 * r + 1] * factor));
+  }
+
+  /// Rows of a packed tile: the result if their keys are one segment, a partial otherwise.
+  __device__ __forceinline__ void store_packed(const Current& of, device::LazySoftmax softmax) {
+    const PackedWork& work = shared.work[of.work_slot];
+    const Partials partials{p};
+    const int thread = ptx::thread_index(), column = thread % 4 * 2;
+    const bool whole = work.segments == 1;
+    softmax.join_quad();
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int row = row_of(thread) + 8 * r, query = work.query(row, 0);
+      const bool exists = row < work.rows && query < work.sequence.q_len;
+      const int head = work.kv_head * work.group + row % work.group;
+      const std::int64_t token = work.sequence.q_begin + query;
+      const std::int64_t index = partials.index(work.batch, token, head, work.segment);
+      const float sink = whole ? attention_tile::sink_of(p, head) : device::kMinusInfinity;
+      const device::RowEnd end = softmax.end(r, sink);
+      float* lse = p.lse + work.batch * p.stride_lse_batch + head * p.stride_lse_head + token;
+      if (!whole) lse = partials.lse(index);
+      if (exists && column == 0) *lse = end.lse;
+      if (whole) {
+        const int first = thread % 2 * 8 + thread % 4 / 2 * 4;
+        T* out = static_cast<T*>(p.out) + work.batch * p.stride_out_batch +
+                 (token * p.heads + head) * p.head_dim + first;
+#pragma unroll
+        for (int i = 0; i < Tile::kSize / 8; i += 2) {
+          const uint2 piece = traded_pieces(i, r, end.factor);
+          if (exists && 8 * i + first < p.head_dim) *reinterpret_cast<uint2*>(out + 8 * i) = piece;
+        }
+      } else {
+        float* to = partials.sums(index) + column;
+#pragma unroll
+        for (int i = 0; i < Tile::kSize / 8; ++i)
+          if (exists && 8 * i + column < p.head_dim)
+            *reinterpret_cast<float2*>(to + 8 * i) =
+                make_float2(sums[i][2 * r] * end.factor, sums[i][2 * r + 1] * end.factor);
+      }
+    }
+    ptx::hold_registers(sums);  // or they would be copied in every step, to be cleared here
+  }
+
   /// The warp's 16 rows from registers: neighbouring lanes trade pieces of two columns, so that a
   /// store of the warp fills whole sectors of 32 bytes, and queries need not wait for the output to
   /// leave their shared memory. H200, causal, 512 keys, us, through shared memory and so: head size
   /// 64 156 and 142, 128 118 and 104, 256 119 and 104; full 187 and 182, 137 and 133, 141 and 140.
   __device__ __forceinline__ void store(const Current& of, device::LazySoftmax softmax) {
+    if constexpr (Packed<Tile>) return store_packed(of, softmax);
     const int thread = ptx::thread_index(), lane = thread % device::kWarpSize, row = row_of(thread);
     const Work& work = shared.work[of.work_slot];
     // Rows from this lane's first on.
@@ -285,11 +334,7 @@ struct Consumer {
     for (int i = 0; i < Tile::kSize / 8; i += 2)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const float factor = ends[r].factor;
-        const float(&even)[4] = sums[i], (&odd)[4] = sums[i + 1];
-        const uint2 piece = device::trade_in_pair(
-            attention_tile::pack<T>(even[2 * r] * factor, even[2 * r + 1] * factor),
-            attention_tile::pack<T>(odd[2 * r] * factor, odd[2 * r + 1] * factor));
+        const uint2 piece = traded_pieces(i, r, ends[r].factor);
         if (8 * r < left && 8 * i + column < p.head_dim)
           *reinterpret_cast<uint2*>(to + 8 * r * width + 8 * i) = piece;
       }

@@ -43,21 +43,28 @@ inline device::TensorView queries_of(const AttentionParams& p) {
           .strides = {p.stride_q_row, p.stride_q_head, p.stride_q_batch}};
 }
 
-/// Grid: at most one block an SM.
-template <auto kKernel, class Tile>
-void launch_works(const AttentionParams& p, Stream stream) {
+/// All but the queries and the order of the works.
+template <class Tile>
+Launch launch_of(const AttentionParams& p) {
   Launch launch{.attention = p};
   launch.box_rows = p.block_tables ? std::gcd(p.block_size, Tile::kKeys) : Tile::kKeys;
   launch.boxes = Tile::kKeys / launch.box_rows * Tile::kParts;
   launch.blocks = p.block_tables ? p.num_blocks : std::numeric_limits<int>::max();
   launch.block_size = device::Divisor::of(std::max(p.block_size, 1));
-  launch.q = device::swizzled_map(queries_of(p), Tile::kQueries, Tile::kColumns);
   launch.k = device::swizzled_map(attention_launch::keys_of(p), launch.box_rows, Tile::kColumns);
   launch.v = device::swizzled_map(attention_launch::values_of(p), launch.box_rows, Tile::kColumns);
-  set_order<Tile>(p, launch);
   void* queue = static_cast<char*>(p.workspace) + config::queue_offset(p);
   launch.queue = static_cast<Queue*>(queue);
   launch.ticket = attention_launch::new_ticket();
+  return launch;
+}
+
+/// Grid: at most one block an SM.
+template <auto kKernel, class Tile>
+void launch_works(const AttentionParams& p, Stream stream) {
+  Launch launch = launch_of<Tile>(p);
+  launch.q = device::swizzled_map(queries_of(p), Tile::kQueries, Tile::kColumns);
+  set_order<Tile>(p, launch);
   const std::int64_t works = std::int64_t{p.heads} * p.batch * ceil_div(p.max_q, Tile::kQueries);
   checked_int32(works, "attention: tiles of queries");  // and so their numbers
   const auto blocks = std::min<std::int64_t>(works, device::multiprocessors());

@@ -1,4 +1,6 @@
 #pragma once
+#include <type_traits>
+
 #include "common/math.h"
 #include "device/divisor.cuh"
 #include "device/ptx/mbarrier.cuh"
@@ -45,6 +47,8 @@ struct Launch {
   int heads_together, batches_together;  // whose works run side by side
   Queue* queue;
   unsigned long long ticket;
+  int group;   // of packed tiles: query heads a KV head, ...
+  int tokens;  // ... and tokens a tile
 };
 
 /// A tile of queries of one head, and the tiles of keys it sees: at least one.
@@ -54,7 +58,28 @@ struct Work {
   int first_query;
   int first_tile, last_tile;  // of keys; the last is not included
   bool exists;                // false: this block has nothing more to do
+
+  __device__ __forceinline__ int query(int row, int further) const {
+    return first_query + row + further;
+  }
 };
+
+/// The rows of a packed tile are the queries of a few tokens, in all heads that read one KV head:
+/// row r is the token r / group of head r % group. The work is one segment of the keys they see.
+struct PackedWork : Work {
+  int group, rows;
+  int segment, segments;
+
+  __device__ __forceinline__ int query(int row, int further) const {
+    return first_query + (row + further) / group;
+  }
+};
+
+template <class Tile>
+concept Packed = requires { Tile::kPackedRows; };
+
+template <class Tile>
+using WorkOf = std::conditional_t<Packed<Tile>, PackedWork, Work>;
 
 /// A work as one warpgroup sees it.
 struct Current {

@@ -302,6 +302,14 @@ PAGED = OpCase(
         Sample("shared keys read once: a sequence that ends among them",
                **PagedCase([700, 100, 512], q_lens=[2, 3, 1], dim=112, heads=6, block=128, shared=4)
                .inputs(shared_blocks=4)),
+        Sample("a chunk before keys of several segments, beside decode and a prompt's beginning",
+               **PagedCase([2300, 700, 60], q_lens=[48, 1, 60], dim=128).inputs()),
+        Sample("segments that a window hides from some rows, sinks, softcap",
+               **PagedCase([2500], q_lens=[150], heads=8, dim=64, block=64).inputs(
+                   window=700, softcap=4.0, sinks=_EIGHT_SINKS)),
+        Sample("segments, not causal, left padding",
+               **PagedCase([2100, 2100], q_lens=[17, 40], dim=80, heads=6).inputs(
+                   causal=False, k_start=tensor([1100, 3], torch.int32))),
     ],
     errors=[
         Error(r"q: expected one row a sequence where cu_q is none, 2, got 3",
