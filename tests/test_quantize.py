@@ -41,6 +41,23 @@ def test_codes_are_torchs_cast_of_the_scaled_values(
     assert torch.equal(q.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [40, 64, 130])  # eight clusters, as many values again, sixteen
+def test_a_captured_scale_of_a_tensor_is_found_anew(rows: int) -> None:
+    x = made("cuda", torch.bfloat16, rows, 8192)
+    ridgeline.ops.quantize_fp8(x, "tensor")  # loads the kernels
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = [ridgeline.ops.quantize_fp8(x, "tensor") for _ in range(3)]
+    for factor in (1.0, 0.25, 8.0):
+        x.mul_(factor)
+        expected = x.float().abs().amax().cpu() / 448
+        graph.replay()
+        for codes, scale in captured:
+            assert scale.item() == expected.item()
+            assert (codes.float() * scale).sub_(x).abs().max() <= 17 * scale.item()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_code_comes_back(device: str) -> None:
     codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)

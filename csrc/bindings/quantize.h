@@ -46,7 +46,7 @@ std::tuple<Tensor, Tensor> quantize(const Tensor& x, QuantizeParams::Granularity
   const bool has_partials =
       Backend::kIsCuda && granularity == QuantizeParams::Granularity::kTensor;
   const Tensor partials = empty_on_device_of(
-      x, {has_partials ? QuantizeParams::kPartials : 0}, DType::kFloat32);
+      x, {has_partials ? QuantizeParams::kWorkspace : 0}, DType::kFloat32);
   const QuantizeParams params{.dtype = dtype_of(x, "x"),
                               .granularity = granularity,
                               .codes = codes,

@@ -8,13 +8,14 @@ namespace ridgeline {
 /// also as int8, their largest magnitude 127.
 ///
 /// Roofline: reads x and writes q once, 3 bytes an element of 16 bits. "tensor" of more than
-/// 256 KB reads x twice: no code can be written before all is read, and L2 keeps little of
-/// it.
+/// 4 MB (fp32: 256 KB) reads x twice: no code can be written before all is read, and L2 keeps
+/// little of it.
 struct QuantizeParams {
   enum class Granularity : std::uint8_t { kTensor, kRow, kGroup, kBlock };
 
   static constexpr std::int32_t kExtent = 128;  // columns of a group; rows and columns of a block
   static constexpr std::int32_t kPartials = 1024;  // blocks of the first of two passes
+  static constexpr std::int32_t kWorkspace = 4096;  // words for partial maxima or clusters
 
   DType dtype;                // of x
   Granularity granularity;
@@ -26,10 +27,10 @@ struct QuantizeParams {
   void* q;                    // [rows, cols] contiguous
   float* scale;               // tensor [1], row [rows], group [rows, ceil(cols / 128)],
                               // block [ceil(rows / 128), ceil(cols / 128)]; contiguous
-  float* partials;            // [kPartials] for "tensor" on a GPU, of any contents; else null
+  float* partials;            // [kWorkspace] for "tensor" on a GPU, of any contents; else null
 };
 
-/// Enqueues one kernel ("tensor" of more than 256 KB: two) and allocates nothing.
+/// Enqueues one kernel ("tensor" that is read twice: two) and allocates nothing.
 void quantize(const QuantizeParams& params, Stream stream);
 
 namespace cpu {

@@ -2,9 +2,8 @@
 #include <cstdint>
 
 #include "device/launch.cuh"
-#include "device/properties.cuh"
-#include "device/ptx/cluster_share.cuh"
 #include "device/ptx/grid_dependency.cuh"
+#include "kernels/quantize_tensor_clusters.cuh"
 #include "kernels/quantize_tile.cuh"
 
 namespace ridgeline {
@@ -15,12 +14,6 @@ namespace {
 constexpr int kThreads = 512;  // of a chunk
 constexpr int kManyPieces = 4;  // of a chunk a thread: loads in flight
 constexpr int kFewChunks = 2 * 132;  // up to so many, threads have one piece each: more SMs work
-
-// A whole tensor in the registers of one cluster, whose few SMs share a part of L2's bandwidth
-// (H200, bf16: 16 x 8192 2.1 us, in two passes 2.2; 32 x 8192 in 16 blocks 2.7, in two passes 2.6).
-constexpr int kMostClusterBlocks = 8;
-constexpr int kClusterThreads = 512;
-constexpr int kMostHeld = 4;  // pieces a thread
 
 /// A tensor that no cluster holds, as pieces of 16 bytes.
 struct TensorLaunch {
@@ -129,100 +122,13 @@ __global__ void __launch_bounds__(kThreads)
   chunk.store(1.0f / scale);
 }
 
-/// A whole contiguous tensor in one cluster. Grid: its blocks. Block: the pieces of the tensor are
-/// dealt out over all threads of the cluster in turn. Each warp writes its maximum into every block
-/// and counts the bytes at the barrier there, so that one exchange is all that the blocks wait for.
-/// Bytes: x in, codes out; few SMs read it: latency, and those SMs' share of L2.
-template <class T, int kHeld>
-__global__ void __launch_bounds__(kClusterThreads)
-    tensor_cluster_kernel(const __grid_constant__ QuantizeParams params) {
-  constexpr int kPiece = device::Vec<T>::kSize;
-  constexpr int kMaxima = kMostClusterBlocks * kClusterThreads / device::kWarpSize;
-  __shared__ float maxima[kMaxima];
-  __shared__ std::uint64_t arrived;
-  const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x);
-  const int warps = static_cast<int>(blockDim.x) / device::kWarpSize;
-  const int warp = device::warp_index(), lane = threadIdx.x % device::kWarpSize;
-  device::start_dependents();
-  if (threadIdx.x == 0) {
-    ptx::init_puts(&arrived);
-    ptx::expect_puts(&arrived, blocks * warps * static_cast<int>(sizeof(float)));
-  }
-  ptx::cluster_arrive();
-  ptx::cluster_wait();  // every block's barrier is made
-  device::wait_then_start_dependents();
-
-  const int count = static_cast<int>(params.rows) * params.cols;
-  const auto offset = [&](int i) {
-    return ((i * blocks + rank) * static_cast<int>(blockDim.x) + static_cast<int>(threadIdx.x)) *
-           kPiece;
-  };
-  device::Vec<T> pieces[kHeld];
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i)
-    pieces[i] = load_some<true, kPiece>(static_cast<const T*>(params.x) + offset(i),
-                                        count - offset(i));
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i)
-    amax = device::MaxOrNaN::combine(amax, magnitude(pieces[i]));
-  amax = device::warp_max_or_nan(amax);
-  if (lane < blocks) ptx::put_in_block(&maxima[rank * warps + warp], amax, &arrived, lane);
-  ptx::wait_for_puts(&arrived);  // every warp's maximum is here
-
-  amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kMaxima; i += device::kWarpSize)
-    if (i + lane < blocks * warps) amax = device::MaxOrNaN::combine(amax, maxima[i + lane]);
-  const float scale = scale_of_amax(device::warp_max_or_nan(amax), DType::kFloat8E4M3);
-  if (rank == 0 && threadIdx.x == 0) *params.scale = scale;
-  const float inverse = 1.0f / scale;
-#pragma unroll
-  for (int i = 0; i < kHeld; ++i)
-    store_some<true>(static_cast<std::uint8_t*>(params.q) + offset(i), pieces[i],
-                     count - offset(i), inverse);
-}
-
-// ---- Launch -------------------------------------------------------------------------------------
-
-struct ClusterShape {
-  int blocks, threads;
-};
-
-/// Blocks first: each SM then reads and encodes less. Two at least: a launch without a cluster
-/// takes st.async for an illegal instruction.
-ClusterShape cluster_for(int pieces) {
-  constexpr int kLeastThreads = 128;
-  ClusterShape shape{2, kLeastThreads};
-  while (shape.blocks < kMostClusterBlocks && shape.blocks * shape.threads < pieces)
-    shape.blocks *= 2;
-  while (shape.threads < kClusterThreads && shape.blocks * shape.threads < pieces)
-    shape.threads *= 2;
-  return shape;
-}
-
-/// Whether it was small enough, and the device and the loaded code have clusters.
-template <class T>
-bool quantize_in_cluster(const QuantizeParams& params, Stream stream) {
-  constexpr int kFew = kMostHeld / 2;
-  const std::int64_t pieces = params.rows * (params.cols / device::Vec<T>::kSize);
-  if (pieces > kMostClusterBlocks * kClusterThreads * kMostHeld) return false;
-  if (!device::has_clusters<tensor_cluster_kernel<T, kFew>>()) return false;
-  const auto [blocks, threads] = cluster_for(static_cast<int>(pieces));
-  dispatch_bool(pieces <= blocks * threads * kFew, [&](auto is_few) {
-    device::launch_chained<tensor_cluster_kernel<T, is_few() ? kFew : kMostHeld>>(
-        dim3(blocks), dim3(threads), 0, stream, params, "quantize_fp8", blocks);
-  });
-  return true;
-}
-
 }  // namespace
 
 void quantize_tensor(QuantizeParams params, bool vectors, Stream stream) {
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const bool together = params.stride_x_row == params.cols;
-    if (together && vectors && quantize_in_cluster<T>(params, stream)) return;
+    if (together && vectors && quantize_clusters::quantize<T>(params, stream)) return;
     const bool flat = together && vectors;
     const std::int64_t across = ceil_div(params.cols, device::Vec<T>::kSize);
     const std::int32_t pieces = checked_int32(params.rows * across, "x: pieces of 16 bytes");

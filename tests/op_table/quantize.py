@@ -79,8 +79,8 @@ MATRICES = {
     "NaN in one row": normal(3, 256).set((1, 5), math.nan),
     "infinity in one row": normal(3, 256).set((1, 200), -math.inf),
     "eight pieces a thread": normal(2, 16384),
-    "a cluster of 16 blocks": normal(40, 4096),
-    "more than one cluster holds": normal(130, 4096),
+    "eight clusters, of float32 two passes": normal(40, 4096),
+    "sixteen clusters": normal(130, 4096),
     "the same in rows of a wider tensor": wider(130, 4096, 4160, 0),
 }
 
@@ -103,6 +103,7 @@ def _half_an_integer(expected: Tensor) -> Tensor:
     return largest / 127 * 0.5 * (1 + 2**-10) + torch.zeros_like(expected)
 
 
+TENSOR = {"granularity": "tensor"}
 CASES = [
     OpCase(
         name="quantize_int8",
@@ -134,6 +135,9 @@ CASES = [
             Sample("three dimensions, by group", x=normal(2, 3, 272), granularity="group"),
             Sample("three dimensions, one scale", x=normal(2, 3, 72), granularity="tensor"),
             Sample("beyond the registers", x=normal(1, 33000)),
+            Sample("NaN in the last cluster", x=normal(64, 8192).set((63, -1), math.nan), **TENSOR),
+            Sample("infinity in one", x=normal(64, 8192).set((9, 5), math.inf), **TENSOR),
+            Sample("beyond the registers of all SMs", x=normal(513, 4096), **TENSOR),
         ],
         errors=[
             Error(r"granularity.*'block', got 'column'", x=normal(2, 8), granularity="column"),

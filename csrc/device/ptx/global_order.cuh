@@ -1,4 +1,5 @@
 #pragma once
+#include <cstdint>
 
 /// Order among blocks through global memory.
 namespace ridgeline::ptx {
@@ -37,6 +38,11 @@ __device__ __forceinline__ float2 load_from_l2(const float2* from) {
 __device__ __forceinline__ float load_from_l2(const float* from) {
   float v;
   asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(v) : "l"(from));
+  return v;
+}
+__device__ __forceinline__ std::uint64_t load_from_l2(const unsigned long long* from) {
+  std::uint64_t v;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from));
   return v;
 }
 __device__ __forceinline__ int load_from_l2(const int* from) {
