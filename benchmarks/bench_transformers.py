@@ -159,21 +159,14 @@ def measure_encoder(bench: Bench) -> None:
     def inputs() -> list[Tensor]:
         return [torch.randn(rows, dim, device=bench.device, dtype=torch.bfloat16)]
 
-    for impl, block in {
-        "torch_eager": plain,
-        "torch_compile": compiled(plain),
-        "ridgeline": ours,
-    }.items():
-        shape = {"dtype": "bf16", "rows": rows, "cols": dim}
-        bench.measure(
-            op="encoder_mlp",
-            impl=impl,
-            make=inputs,
-            call=block,
-            cost=cost,
-            fields=shape,
-            launches=5,
-        )
+    bench.compare(
+        op="encoder_mlp",
+        calls={"torch_eager": plain, "torch_compile": compiled(plain), "ridgeline": ours},
+        make=inputs,
+        cost=cost,
+        fields={"dtype": "bf16", "rows": rows, "cols": dim},
+        launches=5,
+    )
 
 
 @torch.inference_mode(False)

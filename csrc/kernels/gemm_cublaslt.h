@@ -25,6 +25,9 @@ enum PreferenceAttribute : int {
   kMinAlignmentD = 8,
 };
 
+enum AlgoAttribute : int { kTileId = 1 };
+enum TileId : std::uint32_t { kTile128x128 = 20 };
+
 struct Algo {
   std::uint64_t data[8];
 };
@@ -52,6 +55,8 @@ struct Api {
                                                  std::size_t);
   Status (*cublasLtMatmulAlgoGetHeuristic)(Handle, Desc, Layout, Layout, Layout, Layout, Preference,
                                            int, HeuristicResult*, int*);
+  Status (*cublasLtMatmulAlgoConfigGetAttribute)(const Algo*, AlgoAttribute, void*, std::size_t,
+                                                 std::size_t*);
   Status (*cublasLtMatmul)(Handle, Desc, const void*, const void*, Layout, const void*, Layout,
                            const void*, const void*, Layout, void*, Layout, const Algo*, void*,
                            std::size_t, void*);
