@@ -96,9 +96,7 @@ def paged_attention(
     if q_scale is not None:
         wide = q.dtype if q.dtype == torch.float64 else torch.bfloat16
         q = (q.to(q_scale.dtype) * q_scale[..., None]).to(wide)
-    # Without offsets one query a sequence, or all of one.
-    each = q.shape[0] if len(seq_lens) == 1 else 1
-    offsets = [each * b for b in range(len(seq_lens) + 1)] if cu_q is None else cu_q.tolist()
+    offsets = list(range(len(seq_lens) + 1)) if cu_q is None else cu_q.tolist()
     parts = []
     for b, length in enumerate(seq_lens.tolist()):
         k = _gather(k_cache, k_scale, block_tables[b], length, q.dtype)

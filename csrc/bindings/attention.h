@@ -247,15 +247,11 @@ AttentionParams paged_params(const Tensor& q, const Tensor& k_cache, const Tenso
     p.max_q = checked_int32(max_q > 0 ? std::min(max_q, rows) : rows, "max_q");
     p.stride_q_row = q.stride(0);
   } else {
-    // One a sequence; or all are of one.
-    const std::int64_t each = p.batch == 1 ? rows : 1;
-    check(rows == p.batch * each, "q: expected one row a sequence where cu_q is none, ", p.batch,
+    check(rows == p.batch, "q: expected one row a sequence where cu_q is none, ", p.batch,
           ", got ", rows);
-    check(max_q == 0 || max_q == each, "max_q: expected ", each, " where cu_q is none, got ",
-          max_q);
-    p.max_q = checked_int32(each, "q: rows");
-    p.total_q = rows;
-    p.stride_q_batch = p.stride_q_row = q.stride(0);
+    check(max_q <= 1, "max_q: expected 1 where cu_q is none, got ", max_q);
+    p.max_q = 1;
+    p.stride_q_batch = q.stride(0);
     p.stride_out_batch = std::int64_t{p.heads} * p.head_dim;
     p.stride_lse_batch = 1;
   }

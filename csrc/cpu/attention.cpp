@@ -97,8 +97,8 @@ class RowBlock {
       float* o = buffers_.o.data() + r * p_.head_dim;
       if (p_.q_scale != nullptr) {
         const auto* row = static_cast<const std::uint8_t*>(p_.q) + at;
-        const std::int64_t q_row = (p_.cu_q != nullptr ? 0 : b_ * p_.max_q) + token;
-        const float scale = p_.q_scale[q_row * p_.stride_qs_row + head(r) * p_.stride_qs_head];
+        const float scale = p_.q_scale[(p_.cu_q != nullptr ? token : b_) * p_.stride_qs_row +
+                                       head(r) * p_.stride_qs_head];
 #pragma omp simd
         for (int d = 0; d < p_.head_dim; ++d) to[d] = e4m3_to_float(row[d]) * scale;
       } else {

@@ -32,7 +32,7 @@ struct AttentionParams {
   bool takes_few;        // prefill: sequences of few queries too, and it clears rows of none
   bool leaves_few;       // in batch-invariant mode, those of few queries do
   std::int32_t max_k;    // nor more keys (contiguous: each has exactly this many)
-  std::int64_t total_q;  // rows of paged or packed q; those outside every sequence become zero
+  std::int64_t total_q;  // rows of packed q; those outside every sequence become zero
   std::int64_t total_k;  // rows of packed k
   const std::int32_t* cu_q;          // [batch + 1]; or null
   const std::int32_t* cu_k;          // [batch + 1]; or null

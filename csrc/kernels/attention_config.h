@@ -188,12 +188,14 @@ constexpr std::int32_t max_row_splits(std::int32_t max_k) {
   return lesser(greater(ceil_div(max_k, kRowSplitKeys), 1), kMaxSplits);
 }
 
-/// Rows of a paged q: packed, one a sequence, or all of one sequence.
-constexpr std::int64_t tokens(const AttentionParams& p) { return p.total_q; }
+/// Rows of q: packed, or one a sequence.
+constexpr std::int64_t tokens(const AttentionParams& p) {
+  return p.total_q > 0 ? p.total_q : p.batch;
+}
 
 /// The sequence that owns row `token` of q, or -1.
 constexpr std::int32_t sequence_at(const AttentionParams& p, std::int32_t token) {
-  if (p.cu_q == nullptr) return token / p.max_q;
+  if (p.cu_q == nullptr) return token;
   std::int32_t low = 0, high = p.batch;  // the last offset at most `token` lies in [low, high]
   while (low < high) {
     const std::int32_t middle = (low + high + 1) / 2;

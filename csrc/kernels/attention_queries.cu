@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kQueryThreads)
     const int b = config::sequence_at(p, row);
     if (b < 0 || !config::is_split(p, config::sequence_of(p, b).q_len)) return;
   }
-  const auto* from = static_cast<const std::uint8_t*>(p.q) + row * p.stride_q_row;
+  const std::int64_t stride = p.cu_q != nullptr ? p.stride_q_row : p.stride_q_batch;
+  const auto* from = static_cast<const std::uint8_t*>(p.q) + row * stride;
   __nv_bfloat16* to = expansion.to + std::int64_t{row} * p.heads * p.head_dim;
   const int pieces = p.head_dim / kPiece;
   for (int i = static_cast<int>(threadIdx.x); i < p.heads * pieces; i += kQueryThreads) {
@@ -57,8 +58,8 @@ AttentionParams expand_queries(const AttentionParams& p, bool few_only, Stream s
   wide.q = to;
   wide.q_scale = nullptr;
   wide.stride_q_head = p.head_dim;
-  wide.stride_q_row = std::int64_t{p.heads} * p.head_dim;
-  if (p.cu_q == nullptr) wide.stride_q_batch = wide.stride_q_row;
+  (p.cu_q != nullptr ? wide.stride_q_row : wide.stride_q_batch) =
+      std::int64_t{p.heads} * p.head_dim;
   return wide;
 }
 

@@ -229,8 +229,8 @@ class Runner:
             positions=step.positions,
             slots=step.slots,
             seq_lens=step.seq_lens,
-            # Whose all rows are one sequence's has faster attention (docs/attention.md).
-            cu_q=None if max_q == ids.shape[0] and step.seq_lens.shape[0] == 1 else step.cu_q,
+            # One token is one sequence's: attention has a faster way then (docs/attention.md).
+            cu_q=step.cu_q if ids.shape[0] > 1 else None,
             block_tables=self._buffers.block_tables[:, :blocks].index_select(0, step.table_rows),
             max_q=max_q,
             counters=self._counters,

@@ -283,14 +283,6 @@ PAGED = OpCase(
         Sample("verify: not causal, left padding",
                **PagedCase([600, 70], q_lens=[5, 3], dim=80, heads=6).inputs(
                    causal=False, k_start=tensor([70, 3], torch.int32))),
-        Sample("all queries of one sequence, without offsets", **PagedCase([300], q_lens=[150])
-               .inputs(cu_q=None)),
-        Sample("few queries of one sequence, without offsets", **PagedCase([70], q_lens=[3])
-               .inputs(cu_q=None, max_q=None)),
-        Sample("few fp8 queries of one sequence, without offsets",
-               **PagedCase([70], q_lens=[3], kv=_FP8).fp8_queries() | {"cu_q": None}),
-        Sample("fp8 queries of one sequence, without offsets",
-               **PagedCase([300], q_lens=[150], kv=_FP8, dim=128).fp8_queries() | {"cu_q": None}),
         Sample("a short shared block", **PagedCase([40, 50], shared=1).inputs(shared_blocks=1)),
         Sample("shared keys read once: none, few, and many of one's own; none of the shared",
                **PagedCase([1200, 1088, 1089, 1700, 0], dim=128, block=64, heads=8, shared=17)
@@ -314,9 +306,6 @@ PAGED = OpCase(
     errors=[
         Error(r"q: expected one row a sequence where cu_q is none, 2, got 3",
               **PagedCase([5, 6]).inputs() | {"q": normal(3, 4, 64)}),
-        Error(r"max_q: expected 3 where cu_q is none, got 2",
-              **PagedCase([5], q_lens=[3]).inputs(cu_q=None, max_q=2)),
-        Error(r"max_q: expected 1 where cu_q is none, got 2", **PagedCase([5, 6]).inputs(max_q=2)),
         Error(r"block_tables: expected shape \[2, .*\], got \[1, 1\]",
               **PagedCase([5, 6]).inputs() | {"block_tables": tensor([[1]], torch.int32)}),
         Error(r"k_scale: expected a tensor beside a cache of float8_e4m3fn, got none",

@@ -157,10 +157,9 @@ def paged_attention(
             multiple of 16 from 16 to 256. Slots past a sequence's length may hold anything.
         block_tables: int32 ``[B, max_blocks]``. seq_lens: int32 ``[B]``, keys including the new
             ones, which are written already.
-        cu_q: int32 ``[B + 1]``, offsets of each sequence's queries; None: one query a sequence,
-            or all rows of q are of one: its length is then known ahead, which spares launches.
+        cu_q: int32 ``[B + 1]``, offsets of each sequence's queries; None: one query a sequence.
         max_q: upper bound of the queries a sequence; None: the rows of q, which launches more than
-            is needed. Without ``cu_q`` their number.
+            is needed.
         k_start: int32 ``[B]``, the first visible key (left padding); None: 0.
         q_scale: float32 ``[T, Hq]``, none negative, of q in float8_e4m3fn; the result is then
             bfloat16. On a Hopper GPU many queries (heads up to 128, an fp8 cache) are multiplied in
@@ -320,8 +319,7 @@ def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_len
       **options: object) -> Cost:  # fmt: skip
     """Keys that no query of a sequence sees are not counted, and shared ones once."""
     k_lens = seq_lens.tolist()
-    each = q.shape[0] if len(k_lens) == 1 else 1
-    q_lens = [each] * len(k_lens) if cu_q is None else cu_q.diff().tolist()
+    q_lens = [1] * len(k_lens) if cu_q is None else cu_q.diff().tolist()
     pairs = sum(_pairs(q_len, k_len, causal, window) for q_len, k_len in zip(q_lens, k_lens))
     shared = 0 if window else min(shared_blocks * k_cache.shape[1], max(k_lens, default=0))
     own = [min(n, window + m - 1) if window else n - shared for m, n in zip(q_lens, k_lens) if m]
