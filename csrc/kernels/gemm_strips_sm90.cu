@@ -27,10 +27,12 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, 2)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool kFp8 = kFormat == WeightFormat::kFp8;
   extern __shared__ __align__(1024) char memory[];
-  Shared& shared = *reinterpret_cast<Shared*>(memory);
   const GemmParams& p = params.gemm;
   const int warp = device::warp_index(), lane = threadIdx.x % 32, rows = static_cast<int>(p.M);
-  float* sums_at = reinterpret_cast<float*>(memory + sizeof(Shared));
+  const int ring_bytes = params.stages * kChunkBytes;
+  char* ring = memory + warp * ring_bytes;
+  Shared& shared = *reinterpret_cast<Shared*>(memory + kWarps * ring_bytes);
+  float* sums_at = reinterpret_cast<float*>(&shared + 1);
   const int each = sums_each(p);
   char* x = reinterpret_cast<char*>(sums_at + kSumBuffers * kWarps * each);
   float* units = reinterpret_cast<float*>(x + rows * params.pitch);
@@ -39,21 +41,22 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, 2)
   ptx::launch_dependents();
   if (threadIdx.x == 0) shared.sums.init();
   if (lane == 0 && warp < kWarps) {
-#pragma unroll
-    for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&shared.full[warp][i], 1);
+    for (int i = 0; i < params.stages; ++i) ptx::mbarrier_init(&shared.full[warp][i], 1);
     ptx::prefetch_tensor_map(&params.weight);
     ptx::fence_mbarrier_init();
     if (!p.weights_ready) ptx::wait_for_dependencies();
-#pragma unroll
-    for (int i = 0; i < kStages; ++i)
-      requests.next(shared.weight[warp][i], &shared.full[warp][i]);
+    for (int i = 0; i < params.stages; ++i)
+      requests.next(ring + i * kChunkBytes, &shared.full[warp][i]);
   }
   if (threadIdx.x == kWarps * 32) prefetch_norm(p);
   shared.squares.clear(warp, lane);
+  const bool makes_codes = kFp8X && p.x.to_codes;
+  EarlyNorm<T> norm;
+  if (makes_codes && warp < kWarps) norm.load(p);
   ptx::wait_for_dependencies();
   if (warp < kWarps) {
-    if (kFp8X && p.x.to_codes) {
-      stage_codes<T, kFormat>(x, shared.squares, shared.codes, params);
+    if (makes_codes) {
+      stage_codes<T, kFormat>(x, shared.squares, shared.codes, params, norm);
     } else {
       stage_x<T, E, kFormat, kFp8X>(x, units, shared.squares, params);
     }
@@ -74,7 +77,7 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, 2)
     Sums<E> whole;  // dense and int8
     float sums[4] = {};
     for (; chunk < params.chunks; chunk += kWarps) {
-      const char* weight = shared.weight[warp][stage];
+      const char* weight = ring + stage * kChunkBytes;
       float scales[kBoxes];  // of fp8 by blocks
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box) scales[box] = 1.0f;
@@ -107,8 +110,8 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, 2)
         }
       }
       __syncwarp();  // every lane has read the stage
-      if (lane == 0) requests.next(shared.weight[warp][stage], &shared.full[warp][stage]);
-      if (++stage == kStages) {
+      if (lane == 0) requests.next(ring + stage * kChunkBytes, &shared.full[warp][stage]);
+      if (++stage == params.stages) {
         stage = 0;
         parity ^= 1;
       }
@@ -147,8 +150,11 @@ void launch(const GemmParams& p, Stream stream) {
   // Rows of x start in different banks: 16 bytes apart for ldmatrix, 32 for two words a thread.
   params.pitch =
       params.chunks * kChunkCols<kFormat> * 2 + (kFormat == WeightFormat::kFp8 ? 32 : 16);
-  const int shared = sizeof(Shared) + sums_bytes(p) +
+  const int others = sizeof(Shared) + sums_bytes(p) +
                      static_cast<int>(p.M) * (params.pitch + (params.chunks + 1) * 4);
+  const bool fits = kMostStages * kWarps * kChunkBytes + others <= gemm_config::kShareOfStrips;
+  params.stages = kFormat == WeightFormat::kDense && fits ? kMostStages : kMostStages - 1;
+  const int shared = params.stages * kWarps * kChunkBytes + others;
   device::launch_chained<strips_sm90_kernel<T, E, kFormat, kFp8X>>(
       dim3(blocks), dim3(kThreads + finishers_of(p) * 32),
       std::max(shared, gemm_config::kShareOfStrips), stream, params, "linear: strips");
