@@ -44,14 +44,16 @@ struct Consumer {
   }
 
   /// Four operands from registers: 64 columns, box `box` of x.
+  template <int kOctets>
   __device__ void multiply_registers(const char* stage, const std::uint32_t (&a)[4][4], int box,
-                                     Sums& into, bool accumulate) const {
+                                     float (&into)[kOctets][4], bool accumulate) const {
     const std::uint64_t b = operand(stage + box * params.x_box);
-    hold(into);
+    ptx::hold_registers(into);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      Wgmma::registers(into, a[step], b + step * kStep, accumulate || step != 0);
+      ptx::WgmmaFew<kOctets * 8, E>::registers(into, a[step], b + step * kStep,
+                                               accumulate || step != 0);
     ptx::wgmma_commit();
   }
 
@@ -133,6 +135,16 @@ struct Consumer {
     }
   }
 
+  /// 64 columns less their zero points, exactly.
+  __device__ static void expand_group(const uint4& words, const device::Pair<T> (&zero)[2],
+                                      std::uint32_t (&a)[4][4]) {
+    const std::uint32_t of[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a[i][j] = device::expand_int4<T>(of[i], j, zero[j % 2]);
+  }
+
   /// 64 columns of one group.
   __device__ static void expand_group(const uint4& words, const Scaling& scaling,
                                       std::uint32_t (&a)[4][4]) {
@@ -197,44 +209,52 @@ struct Consumer {
                   });
   }
 
-  /// The same of int4 stages that lie in one group: words and scales of the next stage are fetched
-  /// ahead of the expansion of the second half. H200, 16 rows, us: 8192 x 8192 18.7 and 17.2, 4096
-  /// x 28672 30.0 and 28.6. Registers are few with 64 rows: 4096 x 4096 9.9 and 10.6.
-  __device__ void run_ahead(Fixed& fixed, const char* ring, const Places& places, int count,
-                            int turn, int turns) {
+  /// Int4 stages that lie in one group, by up to kRows rows of x: what is expanded is the
+  /// difference to the zero point, its products go to registers of their own, which are scaled and
+  /// added in float32. While the second half is multiplied, the first of the next stage is
+  /// expanded. H200, us, scaled weights and so: 16 rows of 4096 x 4096 7.8 and 7.4, 14336 x 4096
+  /// 20.0 and 16.9, 4096 x 28672 29.0 and 24.2; 32 rows of these 8.0 and 7.9, 20.3 and 18.9, 28.8
+  /// and 26.6. Sums of 64 rows leave no registers for it.
+  template <int kRows>
+  __device__ void run_scaled_sums(Fixed& fixed, const char* ring, const Places& places, int count,
+                                  int turn, int turns) {
     if (turn >= count) return;
     std::uint32_t a[2][4][4];
     RingPlace place;
     place.advance(turn, params.stages);
     const char* stage = ring + place.stage * params.stage_bytes;
     ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
-    uint4 first = words_of(stage, places, 0), second = words_of(stage, places, 1);
-    Scaling scaling = scaling_of(stage, places, 0), next_scaling;
-    int last = -1;  // stage whose product still runs
+    uint4 second = words_of(stage, places, 1);
+    Scaling scaling = scaling_of(stage, places, 0);
+    expand_group(words_of(stage, places, 0), scaling.zero, a[0]);
 #pragma unroll 1
     for (int i = turn; i < count; i += turns) {
-      expand_group(first, scaling, a[0]);
-      multiply_registers(stage, a[0], 0, sums, true);
-      ptx::wgmma_wait<1>();
-      if (last >= 0) release(fixed, last);
-      last = place.stage;
-      const char* here = stage;
+      float part[kRows / 8][4];
+      multiply_registers(stage, a[0], 0, part, false);
+      expand_group(second, scaling.zero, a[1]);
+      multiply_registers(stage, a[1], 1, part, true);
+      const int last = place.stage;
+      const float scale[2] = {device::to_float(scaling.scale[0].x),
+                              device::to_float(scaling.scale[1].x)};
       const bool more = i + turns < count;
+      uint4 first;
       if (more) {
         place.advance(turns, params.stages);
         stage = ring + place.stage * params.stage_bytes;
         ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
         first = words_of(stage, places, 0);
-        next_scaling = scaling_of(stage, places, 0);
+        second = words_of(stage, places, 1);
+        scaling = scaling_of(stage, places, 0);
       }
-      expand_group(second, scaling, a[1]);
-      if (more) second = words_of(stage, places, 1);
-      multiply_registers(here, a[1], 1, sums, true);
       ptx::wgmma_wait<1>();
-      scaling = next_scaling;
+      if (more) expand_group(first, scaling.zero, a[0]);
+      ptx::wgmma_wait<0>();
+      ptx::hold_registers(part);
+      release(fixed, last);
+#pragma unroll
+      for (int j = 0; j < kRows / 2; ++j)
+        sums[j / 4][j % 4] = fmaf(scale[j % 4 / 2], part[j / 4][j % 4], sums[j / 4][j % 4]);
     }
-    ptx::wgmma_wait<0>();
-    hold(sums);
   }
 
   /// Each step's products to registers of their own, which are scaled and added in float32.
@@ -271,8 +291,11 @@ struct Consumer {
       const int group = p.weight.group;
       const Places places = find_places();
       const bool whole = group % Layout::kCols == 0 || group >= p.K;
-      if (whole && kTokens == 32) {
-        run_ahead(fixed, ring, places, count, turn, turns);
+      const bool few = whole && kTokens == 32;
+      if (few && params.rows_held <= 16) {
+        run_scaled_sums<16>(fixed, ring, places, count, turn, turns);
+      } else if (few) {
+        run_scaled_sums<32>(fixed, ring, places, count, turn, turns);
       } else if (whole) {
         Scaling scaling;
         run_expanded(fixed, ring, count, turn, turns,

@@ -119,11 +119,18 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                     static_cast<int>(ceil_div<std::int64_t>(p.M, kTokens));
   // Where stages are long, blocks that have an SM each take all of its memory for their rings.
   // H200, 64 rows, us: bf16 at 4096 x 4096 12.3 and 11.4, at 14336 x 4096 33.6 and 30.9; fp8 by
-  // bf16 10.6 and 9.1, 29.7 and 21.1. But fp8 by fp8 7.3 and 8.0, fp8 by 16 rows 7.2 and 8.3.
+  // bf16 10.6 and 9.1, 29.7 and 21.1; int4 9.5 and 8.5, 22.4 and 19.9. But fp8 by fp8 7.3 and 8.0,
+  // fp8 by 16 rows 7.2 and 8.3.
   constexpr bool kLong = kFormat == WeightFormat::kDense ||
-                         (kFormat == WeightFormat::kFp8 && !kFp8X && kTokens == 64);
-  const bool alone = kLong && tiles <= gemm_config::kClusters[segments - 1];
-  params.shared_bytes = gemm_config::kShareOfSm * (alone ? 2 : 1);
+                         (kTokens == 64 && !kFp8X && kFormat != WeightFormat::kInt8);
+  // Behind a kernel of few blocks they would stack by twos on the SMs that it leaves free. H200, 32
+  // rows of int4 behind a norm of 32 blocks, us: 4096 x 6144 14.8 and 9.9, 4096 x 4096 9.3 and 7.3;
+  // where this kernel follows itself 6.7 and, without blocks of the next one beside it, 8.3.
+  const bool one_each = tiles <= gemm_config::kClusters[segments - 1];
+  params.shared_bytes = !one_each             ? gemm_config::kShareOfSm
+                        : kLong               ? 2 * gemm_config::kShareOfSm
+                        : p.weights_ready     ? gemm_config::kShareOfStrips
+                                              : gemm_config::kShareOfSm;
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
   params.plain = p.activation == Activation::kNone && !p.residual && p.out_cols() % kEach == 0 &&
@@ -143,6 +150,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                  .stride = p.x.stride_row},
                                 round_up(rows, 8), kRowBytes / kXBytes, true);
   if constexpr (kFormat == WeightFormat::kInt4) {
+    params.group = device::Divisor::of(p.weight.group);
     const int group = p.weight.group, words = ceil_div(p.K, Int4Layout::kCols) * Int4Layout::kWords;
     params.stage_groups = group % kCols == 0 || group >= p.K ? 1
                           : kCols % group == 0               ? kCols / group

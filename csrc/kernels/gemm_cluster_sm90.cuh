@@ -1,4 +1,5 @@
 #pragma once
+#include "device/divisor.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/matrix_copy.cuh"
@@ -33,6 +34,7 @@ struct ClusterParams {
   std::int32_t steps;         // stages that K makes
   std::int32_t stages;        // that the ring has
   std::int32_t stage_groups;  // of int4: groups that a stage may touch
+  device::Divisor group;      // of int4: its columns
   std::int32_t rows_held;     // of x, in the sums: whole octets
   std::int32_t rows_each;     // of x, that a block of the cluster finishes, at most
   std::int32_t plain;         // no activation, no residual, and four columns of y are a vector
@@ -144,7 +146,8 @@ struct Producer {
     }
   }
 
-  /// Scales and zero points of int4. Announces x, too.
+  /// Scales and zero points of int4. Announces x, too. A division of numbers that are not known
+  /// ahead kept requests behind the products: H200, 16 rows, 4096 x 4096, 7.3 us, without it 6.4.
   __device__ void request_scales(const Step& step) const {
     const GemmParams& p = params.gemm;
     if constexpr (!Layout::kInt4) {
@@ -153,7 +156,7 @@ struct Producer {
       ptx::mbarrier_expect(step.full,
                            Layout::kXBoxes * params.x_box +
                                params.tile_rows * params.stage_groups * (p.weight.zeros ? 3 : 2));
-      const int group = step.k0 / p.weight.group;
+      const int group = params.group.divide(step.k0);
 #pragma unroll 1
       for (int box = 0; box < (params.paired ? 2 : 1); ++box) {
         const int row = box == 0 ? first : up_first;

@@ -169,7 +169,7 @@ constexpr void cut_for_cluster(const Shape& shape, Config& config) {
     for (std::int32_t segments = 1; segments <= kMost; ++segments) {
       const std::int32_t blocks = blocks_per_sm(tiles, segments);
       if (segments > 1 && (blocks > 2 || segments * kColumns > shape.K)) break;
-      const double alone = blocks == 1 && int4 ? 1.15 : 1.0;
+      const double alone = blocks == 1 && int4 ? 1.1 : 1.0;
       const double time =
           alone * blocks * (rows + 40) * (ceil_div(stages, segments) + further * (segments - 1));
       if (best != 0.0 && time >= best) continue;
