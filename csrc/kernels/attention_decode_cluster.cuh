@@ -32,9 +32,9 @@ struct Exchange {
 };
 
 /// Up to so many keys the kernel behind it starts beside it: a product fits there, but not twice on
-/// an SM, and brings weights meanwhile. H200, products and attention of a token, 200 keys: bf16 3.68
-/// ms, so 3.65; int4 1.54, 1.51. Attention behind attention, us, of 1k, 2k, 4k, 8k keys: 5.6, 6.3,
-/// 8.4, 12.7 if none starts early, 4.8, 6.0, 9.0, 14.6 if all do.
+/// an SM, and brings weights meanwhile. H200, products and attention of a token, 200 keys: bf16
+/// 3.68 ms, so 3.65; int4 1.54, 1.51. Attention behind attention, us, of 1k, 2k, 4k, 8k keys: 5.6,
+/// 6.3, 8.4, 12.7 if none starts early, 4.8, 6.0, 9.0, 14.6 if all do.
 constexpr int kEarlyKeys = 2048;
 
 /// Units of a pair of rows that each block joins.

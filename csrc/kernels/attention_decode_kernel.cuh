@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(kConsumerThreads)
 
 // ---- Launch -------------------------------------------------------------------------------------
 
-/// Whether lengths and tables, as they are while the kernels ahead run, tell which tiles come first.
+/// Whether lengths and tables, as they are while kernels ahead run, tell which tiles come first.
 inline bool guesses_tiles(const AttentionParams& p) {
   return p.block_tables != nullptr && p.max_q == 1 && p.k_start == nullptr &&
          p.seq_lens != nullptr && !p.leaves_shared;
