@@ -16,7 +16,7 @@ struct PackedTile : Tile<T, kSize, 2, config::kChunkRows, 2, kSlots> {
 
 // ---- Segments -----------------------------------------------------------------------------------
 
-constexpr int kSegmentEnd = 2;    // what the end of a segment costs, in tiles of keys
+constexpr int kSegmentEnd = 3;    // what a segment's partial rows cost, in tiles of keys
 constexpr int kSegmentTiles = 4;  // of keys, at least
 constexpr int kSms = 132;         // for any GPU, so that bits are the same
 
@@ -57,7 +57,7 @@ struct Looked {
   /// each before `span` tiles of keys. Lane i reckons with i + 1 segments.
   __device__ __forceinline__ static int best_length(const AttentionParams& p, int span, int pairs) {
     const int count = lane() + 1, length = ceil_div(span, count);
-    const int steps = ceil_div(pairs * count, kSms) * (length + kSegmentEnd);
+    const int steps = ceil_div(pairs * count, kSms) * (length + (count > 1 ? kSegmentEnd : 0));
     const bool may = count == 1 || (count <= config::kChunkSegments && length >= kSegmentTiles);
     const int least = -device::warp_max(may ? -steps : -INT_MAX);
     const unsigned all = __ballot_sync(0xffffffffu, may && steps == least);
