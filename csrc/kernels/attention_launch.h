@@ -44,10 +44,6 @@ const char* prefill_fp8_obstacle(const AttentionParams& params);
 /// of sequences of few queries.
 AttentionParams expand_queries(const AttentionParams& params, bool few_only, Stream stream);
 
-/// What signs a queue of prefill's works: a number that no memory is likely to hold by chance,
-/// another one each time. Not in a kernel file: <atomic> and <chrono> cost each 3 s of compile time.
-unsigned long long new_ticket();
-
 /// All sequences, on the CUDA cores in fp32.
 void plain(const AttentionParams& params, Stream stream);
 

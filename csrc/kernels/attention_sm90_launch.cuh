@@ -4,6 +4,7 @@
 #include <numeric>
 
 #include "device/launch.cuh"
+#include "device/ticket.h"
 #include "kernels/attention_launch.h"
 #include "kernels/attention_sm90.cuh"
 #include "kernels/attention_views.cuh"
@@ -55,7 +56,7 @@ Launch launch_of(const AttentionParams& p) {
   launch.v = device::swizzled_map(attention_launch::values_of(p), launch.box_rows, Tile::kColumns);
   void* queue = static_cast<char*>(p.workspace) + config::queue_offset(p);
   launch.queue = static_cast<Queue*>(queue);
-  launch.ticket = attention_launch::new_ticket();
+  launch.ticket = device::new_ticket();
   return launch;
 }
 

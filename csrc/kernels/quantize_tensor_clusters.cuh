@@ -7,7 +7,7 @@
 #include "device/ptx/global_order.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/prefetch.cuh"
-#include "kernels/attention_launch.h"
+#include "device/ticket.h"
 #include "kernels/quantize_tile.cuh"
 
 /// A whole contiguous tensor in the registers of one cluster, or of several that write each other
@@ -215,7 +215,7 @@ bool quantize(const QuantizeParams& params, Stream stream) {
   if (!device::has_clusters<tensor_clusters_kernel<T, kFew>>()) return false;
   const auto count = static_cast<int>(pieces);
   const Shape shape = count <= kMostOfOne ? one_cluster(count) : many_clusters(count);
-  const Launch launch{params, attention_launch::new_ticket() << 16, shape.clusters};
+  const Launch launch{params, device::new_ticket() << 16, shape.clusters};
   dispatch_bool(count <= shape.all() * kFew, [&](auto is_few) {
     device::launch_chained<tensor_clusters_kernel<T, is_few() ? kFew : kMostHeld>>(
         dim3(shape.clusters * shape.blocks), dim3(shape.threads), 0, stream, launch,

@@ -1,9 +1,9 @@
+#include "device/ticket.h"
+
 #include <atomic>
 #include <chrono>
 
-#include "kernels/attention_launch.h"
-
-namespace ridgeline::attention_launch {
+namespace ridgeline::device {
 
 unsigned long long new_ticket() {
   static std::atomic<unsigned long long> count{static_cast<unsigned long long>(
@@ -14,4 +14,4 @@ unsigned long long new_ticket() {
   return (x ^ (x >> 31)) | 1;  // never 0: so a closed queue is signed
 }
 
-}  // namespace ridgeline::attention_launch
+}  // namespace ridgeline::device
