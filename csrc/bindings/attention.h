@@ -81,7 +81,7 @@ inline const std::int32_t* int32_data(const Tensor& tensor, const char* name, co
 }
 
 template <class Backend>
-void attend(const Backend& on, const AttentionParams& p) {
+void attend([[maybe_unused]] const Backend& on, const AttentionParams& p) {
   if constexpr (Backend::kIsCuda) {
     ridgeline::attention(p, on.stream());
   } else {
