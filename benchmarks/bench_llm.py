@@ -128,7 +128,7 @@ FULL = [
     Setup({"quantization": "int4"}, DECODE),
     Setup({"quantization": "fp8", "kv_cache_dtype": "fp8"}, [THROUGHPUT]),
     Setup({"batch_invariant": True}, DECODE),
-    Setup({"latency_target": 0.015}, [], Stall(16, 128, 768, 32768)),
+    Setup({"latency_target": 0.0125}, [], Stall(16, 128, 768, 32768)),
 ]
 CPU = [Setup({}, TINY, Stall(2, 8, 64, 256))]
 
