@@ -351,3 +351,23 @@ def test_small_grids_are_split_and_large_ones_are_not() -> None:
     assert plan(32, 4096, 4096)["split"] == "1"
     assert plan(4096, 4096, 4096, library=False)["split"] == "0"
     assert plan(32, 28672, 4096)["segments"] == "1"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_row_of_int4_experts_keeps_its_bits(device: str):
+    """Three rows an expert, which Hopper has a kernel for, or twenty and a hundred."""
+    experts, N, K = 4, 256, 512
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(experts * N, K, generator=generator).to(device, torch.bfloat16)
+    packed = ops.Int4Experts.from_rows(ops.pack_int4(weight), experts)
+    x = torch.randn(experts, 100, K, generator=generator).to(device, torch.bfloat16)
+
+    def product(count: int) -> torch.Tensor:
+        offsets = torch.arange(experts + 1, dtype=torch.int32, device=device) * count
+        rows = x[:, :count].reshape(-1, K)
+        out = ops.grouped_int4_linear(rows, packed, offsets, batch_invariant=True)
+        return out.view(experts, count, N)
+
+    many = product(100)
+    for count in (3, 20):
+        assert torch.equal(product(count), many[:, :count]), count

@@ -153,7 +153,8 @@ template <class Backend>
 Tensor grouped_int4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
                            const OptionalTensor& zeros, const Tensor& offsets, std::int64_t N,
                            std::int64_t K, std::int64_t group, const OptionalTensor& rows,
-                           const OptionalTensor& bias, const std::string& activation) {
+                           const OptionalTensor& bias, const std::string& activation,
+                           bool batch_invariant) {
   const Backend on(x, "x");
   const DType dtype = dtype_of(scales, "weight.scales");
   expect_quantized_dtype<Backend>(dtype, "weight.scales");
@@ -187,6 +188,7 @@ Tensor grouped_int4_linear(const Tensor& x, const Tensor& packed, const Tensor& 
                                              .stride_scales = groups * N,
                                              .first = weight},
                                             {offsets, rows, bias, activation});
+  params.gemm.batch_invariant = batch_invariant;
   return run_grouped(on, x, params);
 }
 

@@ -80,7 +80,8 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "Tensor? rows, Tensor? bias, Tensor? x_scale, str out_dtype, str activation) -> Tensor");
   m.def(
       "grouped_int4_linear(Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor offsets, "
-      "int N, int K, int group, Tensor? rows, Tensor? bias, str activation) -> Tensor");
+      "int N, int K, int group, Tensor? rows, Tensor? bias, str activation, bool batch_invariant) "
+      "-> Tensor");
   m.def(
       "gemm_plan(int M, int N, int K, str dtype, str format, str activation, bool library, "
       "bool batch_invariant, bool hopper) -> str");

@@ -195,7 +195,9 @@ template <class T, class X, WeightFormat kFormat>
 void launch_x(const GroupedGemmParams& params, Stream stream) {
   if constexpr (kFormat == WeightFormat::kDense)
     if (params.segments > 1) return launch_tiles<Tile<T, X, kFormat, 2, 128>>(params, stream);
-  if (mean_rows(params) <= kFewRows)
+  // Few rows of int4 are multiplied in another order than many.
+  const bool one_order = kFormat == WeightFormat::kInt4 && params.gemm.batch_invariant;
+  if (mean_rows(params) <= kFewRows && !one_order)
     return launch_tiles<Tile<T, X, kFormat, expands<X>(kFormat) ? 2 : 1, 32>>(params, stream);
   launch_tiles<Tile<T, X, kFormat, 2, sizeof(X) == 1 ? 192 : 256>>(params, stream);
 }

@@ -52,6 +52,7 @@ class Int4ExpertLinear:
 
     weight: ops.Int4Experts
     bias: Tensor | None
+    batch_invariant: bool = False
 
     @property
     def experts(self) -> int:
@@ -61,7 +62,13 @@ class Int4ExpertLinear:
         self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
     ) -> Tensor:
         return ops.grouped_int4_linear(
-            x, self.weight, offsets, rows=rows, bias=self.bias, activation=activation
+            x,
+            self.weight,
+            offsets,
+            rows=rows,
+            bias=self.bias,
+            activation=activation,
+            batch_invariant=self.batch_invariant,
         )
 
 
@@ -100,6 +107,7 @@ def make_experts(
     experts: int,
     dtype: torch.dtype,
     quantization: str | None,
+    batch_invariant: bool = False,
 ) -> tuple[ExpertLinear, str | None]:
     """Of the rows of all experts, and why they could not be quantised, if they could not."""
     bias = None if bias is None else bias.unflatten(0, (experts, -1))
@@ -108,13 +116,13 @@ def make_experts(
         if isinstance(weight, Tensor):
             reason = None if quantization is None else "there is no product of experts with int8"
             if quantization == "int4":
-                return _int4(ops.pack_int4(weight), experts, bias), None
+                return _int4(ops.pack_int4(weight), experts, bias, batch_invariant), None
             if quantization == "fp8":
                 return _fp8(*ops.quantize_fp8(weight, "row"), experts, bias), None
         elif isinstance(weight, Expanded):
             reason = weight.reason
         elif isinstance(weight, GroupedCodes) and weight.bits == 4:
-            return _int4(packed_int4(weight, dtype), experts, bias), None
+            return _int4(packed_int4(weight, dtype), experts, bias, batch_invariant), None
         elif isinstance(weight, ScaledCodes) and _is_plain_fp8(weight):
             return _fp8(weight.codes, weight.scale, experts, bias), None
         else:
@@ -128,11 +136,13 @@ def _is_plain_fp8(weight: ScaledCodes) -> bool:
     return weight.block is None and weight.codes.dtype == torch.float8_e4m3fn
 
 
-def _int4(weight: ops.Int4Weight, experts: int, bias: Tensor | None) -> Int4ExpertLinear:
+def _int4(
+    weight: ops.Int4Weight, experts: int, bias: Tensor | None, batch_invariant: bool
+) -> Int4ExpertLinear:
     of_experts = ops.Int4Experts.from_rows(weight, experts)
     if of_experts.N % 32 != 0:
         raise ValueError(f"weight: expected rows divisible by 32, got {of_experts.N} an expert")
-    return Int4ExpertLinear(of_experts, bias)
+    return Int4ExpertLinear(of_experts, bias, batch_invariant)
 
 
 def _fp8(codes: Tensor, scale: Tensor, experts: int, bias: Tensor | None) -> Fp8ExpertLinear:

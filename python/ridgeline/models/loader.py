@@ -159,7 +159,12 @@ def build_decoder(
             weight = take_stored(f"{name}.{kind}.weight")
             bias = take_if_there(f"{name}.{kind}.bias")
             made, reason = make_experts(
-                weight, bias, config.num_experts, options.dtype, options.quantization
+                weight,
+                bias,
+                config.num_experts,
+                options.dtype,
+                options.quantization,
+                options.batch_invariant,
             )
             if reason is not None:
                 expanded.setdefault(reason, []).append(f"{name}.{kind}")

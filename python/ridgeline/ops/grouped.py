@@ -159,14 +159,20 @@ def grouped_int4_linear(
     rows: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """:func:`grouped_linear` with 4-bit weights: products of what ``weight.dequantize()`` gives.
+
+    Where experts have few rows, Hopper scales sums of a group instead, which spares each weight its
+    rounding: a row's bits depend on how many there are, but with ``batch_invariant``.
 
     Args:
         x: ``[rows of x, K]``, the dtype of ``weight.scales``: float16 or bfloat16 (on the CPU
             float32 too); last dimension contiguous. On CUDA K is divisible by 8.
         weight: N divisible by 16, gated by 32.
         offsets, rows, bias, activation: as in :func:`grouped_linear`.
+        batch_invariant: a row's bits depend on nothing but itself and its expert; few rows are
+            slower on Hopper then.
 
     Returns:
         A new tensor ``[S, N]`` (gated: ``[S, N / 2]``), dtype of the scales.
@@ -186,6 +192,7 @@ def grouped_int4_linear(
         rows,
         bias,
         activation or "none",
+        batch_invariant,
     )
     return inference_only(out, "grouped_int4_linear", x, bias)
 
@@ -242,6 +249,7 @@ def _(
     rows: Tensor | None,
     bias: Tensor | None,
     activation: str,
+    batch_invariant: bool,
 ) -> Tensor:
     return scales.new_empty(_rows_of(x, rows), N // (2 if activation in _GATED else 1))
 
