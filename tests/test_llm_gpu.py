@@ -227,6 +227,29 @@ def test_a_long_prefix_in_common_is_read_once(folder: Path, monkeypatch):
     assert [o.logprobs for o in invariant] == [o.logprobs for o in single]
 
 
+def test_a_sequence_alone_has_the_same_bits_in_graphs(tmp_path: Path, monkeypatch):
+    """Eight KV heads of 64: its attention takes the projection as it is. Past 64 keys the graph
+    reads wider tables."""
+    tiny_model.save_llama(
+        tmp_path, hidden_size=512, num_attention_heads=8, num_key_value_heads=8,
+        initializer_range=0.1,
+    )  # fmt: skip
+    tiny_model.save_tokenizer(tmp_path)
+    monkeypatch.setattr("ridgeline.graphs.LONE_KEYS", 64)
+    params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True, logprobs=1)
+
+    def alone(**options):
+        with open_llm(tmp_path, max_num_seqs=1, **options) as llm:
+            (output,) = llm.generate([tiny_model.prompt_of(20)], params)
+            return output.outputs[0], llm.stats().graphs
+
+    replayed, graphs = alone()
+    eager, none = alone(enforce_eager=True)
+    assert graphs == 3 and none == 0  # of the prompt, and of both widths
+    assert replayed.token_ids == eager.token_ids
+    assert replayed.logprobs == eager.logprobs
+
+
 def test_swapped_is_not_preempted_and_the_trace_replays(folder: Path, tmp_path: Path, monkeypatch):
     expected = run(folder, SEEDED, batch_invariant=True)
     monkeypatch.setattr("ridgeline.memory._HOST_BANDWIDTH", 1e18)  # always worth it

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ridgeline
 from ridgeline import ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -83,9 +84,36 @@ def test_options_hold_for_the_fresh_key(device: str) -> None:
                 assert torch.equal(a, b), f"length {length}, {options}"
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kv", [torch.float8_e4m3fn, torch.int8])
+def test_equals_its_parts_in_caches_of_8_bits(device: str, kv: torch.dtype) -> None:
+    step = Step(device, 130, 4, 128, torch.bfloat16, poison=False)
+    codes = [(20 * c.nan_to_num()).clamp(-127, 127).to(kv) for c in step.caches]
+    scales = [torch.full(c.shape[:3], 0.1, dtype=torch.bfloat16, device=device) for c in codes]
+
+    def bits(whole: bool) -> list[Tensor]:
+        q, caches = step.q.clone(), [c.clone() for c in codes]
+        k_scale, v_scale = (scale.clone() for scale in scales)
+        key = step.k, step.v, step.positions, step.cos_sin
+        of_keys = {"k_scale": k_scale, "v_scale": v_scale}
+        read = step.table, step.seq_lens
+        if whole:
+            out = ops.rope_paged_attention(
+                q, *key, step.slots, *caches, *read, weights_ready=True, **of_keys
+            )
+        else:
+            ops.rope_write_kv(q, *key, *caches, step.slots, **of_keys)
+            out = ops.paged_attention(q, *caches, *read, **of_keys)
+        assert isinstance(out, Tensor) and out.isfinite().all()
+        return [t.contiguous().view(torch.uint8) for t in (out, *caches, k_scale, v_scale)]
+
+    for a, b in zip(bits(True), bits(False), strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.gpu
 def test_waits_for_what_the_kernel_ahead_writes() -> None:
-    """Behind a long product that writes the projection; one result for many runs."""
+    """Behind a long product that writes the projection; the same as after its end."""
     step = Step("cuda", 200, 4, 128, torch.bfloat16, poison=True)
     heads = 6 * KV_HEADS * 128
     weight = torch.randn(heads, 8192, device="cuda", dtype=torch.bfloat16)
@@ -103,3 +131,28 @@ def test_waits_for_what_the_kernel_ahead_writes() -> None:
         )  # fmt: skip
         results.append(out)
     assert torch.equal(*results)
+
+
+@pytest.mark.gpu
+def test_is_one_kernel_where_nothing_is_in_the_way() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for compute 9.0")
+    step = Step("cuda", 200, 4, 128, torch.bfloat16, poison=False)
+
+    def kernels(**options: Any) -> list[str]:
+        found = ridgeline.explain(
+            "rope_paged_attention", step.q, step.k, step.v, step.positions, step.cos_sin,
+            step.slots, *step.caches, step.table, step.seq_lens,
+            **({"weights_ready": True} | options),
+        )  # fmt: skip
+        return [kernel.name for kernel in found.kernels]
+
+    (name,) = kernels()
+    assert "decode_cluster" in name
+    for options in (
+        {"weights_ready": False},
+        {"interleaved": True},
+        {"batch_invariant": True},
+        {"cu_q": torch.tensor([0, 1], dtype=torch.int32, device="cuda")},
+    ):
+        assert "kv_write" in kernels(**options)[0], options

@@ -52,6 +52,8 @@ std::tuple<Tensor, Tensor> rope_paged_attention(
                              .slot = static_cast<const std::int32_t*>(slots.data_ptr())};
         return attention_of_fresh(p, fresh, on.stream());
       }
+    } else {
+      cpu::check_attention(p);  // ahead of what the op writes
     }
     run_kv_write(on, write);
     attend(on, p);

@@ -177,6 +177,8 @@ void clear_rows(const AttentionParams& p, std::int64_t begin, std::int64_t end) 
 
 }  // namespace
 
+void check_attention(const AttentionParams& p) { check_contents(p); }
+
 void attention(const AttentionParams& p) {
   check_contents(p);
   dispatch_float(p.dtype, [&](auto type) {

@@ -104,7 +104,8 @@ struct MergeAttentionParams {
 void merge_attention(const MergeAttentionParams& params, Stream stream);
 
 namespace cpu {
-/// Throws std::invalid_argument for ids and lengths out of range.
+/// Both throw std::invalid_argument for ids and lengths out of range; one does no more.
+void check_attention(const AttentionParams& params);
 void attention(const AttentionParams& params);
 void merge_attention(const MergeAttentionParams& params);
 }  // namespace cpu

@@ -25,13 +25,13 @@ def inference_only(out: Tensor, name: str, *inputs: Tensor | None) -> Tensor:
     return torch.ops.ridgeline_python.without_gradient(out, wanted, name) if wanted else out
 
 
-def refuse_in_place(name: str, *changed: Tensor) -> None:
-    """Refuses to change tensors in place that gradients are recorded for.
+def refuse_in_place(name: str, *inputs: Tensor | None) -> None:
+    """Refuses tensors that gradients are recorded for where an op changes its inputs in place.
 
     Raises:
         NotImplementedError: says how to call the op instead.
     """
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in changed):
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         raise NotImplementedError(_message(name))
 
 

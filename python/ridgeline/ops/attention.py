@@ -43,7 +43,7 @@ def _window(window: int | None) -> int:
 
 
 def _result(
-    name: str, out: Tensor, lse: Tensor, return_lse: bool, *inputs: Tensor
+    name: str, out: Tensor, lse: Tensor, return_lse: bool, *inputs: Tensor | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     out = inference_only(out, name, *inputs)
     return (out, inference_only(lse, name, *inputs)) if return_lse else out
@@ -78,7 +78,7 @@ def attention(
     for softmax", 2018.
     """
     out, lse = _ops.attention(q, k, v, sinks, causal, _scale(scale, q), _window(window), softcap)
-    return _result("attention", out, lse, return_lse, q, k, v)
+    return _result("attention", out, lse, return_lse, q, k, v, sinks)
 
 
 def attention_varlen(
@@ -119,7 +119,7 @@ def attention_varlen(
     out, lse = _ops.attention_varlen(
         q, k, v, cu_q, cu_k, max_q, max_k, sinks, causal, _scale(scale, q), _window(window), softcap
     )
-    return _result("attention_varlen", out, lse, return_lse, q, k, v)
+    return _result("attention_varlen", out, lse, return_lse, q, k, v, sinks)
 
 
 def paged_attention(
@@ -203,7 +203,7 @@ def paged_attention(
         k_scale, v_scale, sinks, causal, _scale(scale, q), _window(window), softcap, shared_blocks,
         batch_invariant, workspace, counters,
     )  # fmt: skip
-    return _result("paged_attention", out, lse, return_lse, q)
+    return _result("paged_attention", out, lse, return_lse, q, sinks)
 
 
 def merge_attention(
@@ -240,6 +240,8 @@ def attention_workspace_bytes(
     quantised_rows: int = 0,
 ) -> int:
     """Bytes of workspace that :func:`paged_attention` needs on CUDA for float16 and bfloat16.
+
+    Of at most ``batch * max_q`` rows of q.
 
     Args:
         max_q: the op's ``max_q``. max_k: ``block_tables.shape[1] * block_size``.

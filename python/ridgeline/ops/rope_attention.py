@@ -8,7 +8,7 @@ from torch import Tensor
 from ridgeline._debug import check_ids
 from ridgeline.ops._gradient import refuse_in_place
 from ridgeline.ops.attention import _packed, _result, _scale, _window
-from ridgeline.roofline.cost import Cost, cost_of, op_cost
+from ridgeline.roofline.cost import Cost, cost_of, nbytes, op_cost
 
 _ops = torch.ops.ridgeline
 
@@ -44,8 +44,9 @@ def rope_paged_attention(
     """:func:`rope_write_kv`, then causal :func:`paged_attention` of the rotated queries.
 
     The same bits in results and caches. With ``weights_ready`` one kernel on a Hopper GPU where a
-    sequence alone has one query: a 16-bit cache, heads of 64 or 128 that rotate as a whole, up to
-    16384 keys by the width of its table, and 4 to 8 KV heads.
+    sequence alone has one query, without ``cu_q`` and ``batch_invariant``: a 16-bit cache, heads of
+    64 or 128 that rotate as a whole and not interleaved, up to 16384 keys by the width of its
+    table, 4 to 8 KV heads of up to 16 queries, a float32 table, and int32 positions.
 
     Args:
         q: ``[T, Hq, D]``, float32, float16 or bfloat16: rotated in place, or left as it is; of no
@@ -72,7 +73,7 @@ def rope_paged_attention(
     check_ids("block_tables", block_tables, 0, k_cache.shape[0])
     check_ids("seq_lens", seq_lens, 0, block_tables.shape[-1] * k_cache.shape[1] + 1)
     check_ids("cu_q", cu_q, 0, q.shape[0] + 1)
-    refuse_in_place("rope_paged_attention", q)
+    refuse_in_place("rope_paged_attention", q, k, v, sinks)
     out, lse = _ops.rope_paged_attention(
         q, k, v, positions, cos_sin, slots, interleaved, k_cache, v_cache, block_tables, seq_lens,
         cu_q, max_q or 0, k_scale, v_scale, sinks, _scale(scale, q), _window(window), softcap,
@@ -98,4 +99,7 @@ def _(
     attend = op_cost(
         "paged_attention", q, *caches, block_tables, seq_lens, cu_q, k_scale=k_scale, **options
     )
-    return Cost(write.bytes + attend.bytes, write.flops + attend.flops, attend.unit)
+    # Rotated queries and new keys need not go to memory and back.
+    fresh = nbytes(k, v) * k_cache.element_size() // k.element_size()
+    once = write.bytes + attend.bytes - 2 * nbytes(q) - fresh
+    return Cost(once, write.flops + attend.flops, attend.unit)
