@@ -174,9 +174,10 @@ def test_steps_with_prompt_tokens_correct_the_predicted_time():
 
     meter = Meter()
     assert ran(4, 4, 9.0) is None
-    assert ran(100, 4, 1.5) == 1.5
+    assert ran(100, 0, 9.0) is None
+    assert [ran(100, 4, seconds) for seconds in (40.0, 40.0, 1.5)] == [1.0] * 3  # two captured
     for _ in range(8):
         assert ran(4, 4, 1.0) is None
-    assert [ran(100, 4, seconds) for seconds in (1.5, 40.0, 1.5)] == [1.5] * 3  # one captured
+    assert [ran(100, 4, 1.5) for _ in range(8)][-1] == 1.5
     assert [ran(100, 4, 2.0) for _ in range(8)][-1] == 2.0
     assert ran(100, 4, 0.0) == 2.0

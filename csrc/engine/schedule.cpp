@@ -44,7 +44,9 @@ std::shared_ptr<const Batch> Scheduler::schedule(std::int64_t now,
   const double products = cost.products_us(batch.num_tokens(), batch.num_rows());
   batch.read_us = cost.fixed_us + step.attention.read;
   batch.compute_us = products + step.attention.compute;
-  batch.predicted_us = std::max(cost.fixed_us, products) + step.attention.bound;
+  const std::int64_t tokens = batch.num_tokens();
+  batch.predicted_us = cost.step_us(batch.max_q > 1 ? cost.padded(tokens) : tokens,
+                                    batch.num_rows(), step.attention.bound);
   batch.step = steps_++;
   in_flight_.push_back(std::move(step));
   return in_flight_.back().batch;

@@ -57,18 +57,18 @@ class Meter:
         self.prefill, self.decode = Phase(), Phase()
         self.ttft: deque[float] = deque(maxlen=_KEPT)
         self.inter_token: deque[float] = deque(maxlen=_KEPT)
-        self._ratios: deque[float] = deque(maxlen=_RATIOS)
+        self._ratios: deque[float] = deque([1.0] * _RATIOS, maxlen=_RATIOS)
 
     def step(self, batch: engine.Batch, seconds: float) -> float | None:
-        """Takes a step; after one with prompt tokens returns how much longer than predicted such
-        steps take: those of decodes alone, which nothing cuts, are nearer to their roof."""
+        """Takes a step; after one of prompt and decode tokens, which a latency target cuts, returns
+        how much longer than predicted such steps take. Others are nearer to their roof."""
         prompt_tokens = batch.num_tokens - batch.num_decode_tokens
         phase = self.prefill if prompt_tokens else self.decode
         phase.tokens += prompt_tokens or batch.num_decode_tokens
         phase.seconds += seconds
         phase.read_seconds += batch.read_us / 1e6
         phase.compute_seconds += batch.compute_us / 1e6
-        if not prompt_tokens or batch.predicted_us <= 0:
+        if not prompt_tokens or not batch.num_decode_tokens or batch.predicted_us <= 0:
             return None
         self._ratios.append(seconds * 1e6 / batch.predicted_us)
         # The median: a step that waited for something else, a capture say, counts for nothing.
