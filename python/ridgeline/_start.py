@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from ridgeline._setup import EngineOptions
 
 
+_CUT_TOKENS = 512  # docs/attention.md
+
+
 @dataclass(frozen=True)
 class Started:
     """What the loop needs: the runner, the scheduler's settings, and the memory's account."""
@@ -157,8 +160,10 @@ class Starter:
         most, seqs = options.max_num_batched_tokens, options.max_num_seqs
         steps = [(most, seqs, most)]
         if self._use_graphs:
-            mixed = mixed_tokens(most)[-1]
-            steps += [(seqs, seqs, 1), (mixed, mixed_seqs(seqs)[-1] + 1, mixed)]
+            steps.append((seqs, seqs, 1))
+            # The most, and the most whose keys attention cuts into partial results.
+            for tokens in {mixed_tokens(most)[-1], min(most, _CUT_TOKENS)}:
+                steps.append((tokens, mixed_seqs(seqs)[-1] + 1, tokens))
         for step in steps:
             torch.cuda.reset_peak_memory_stats(device)
             runner.profile(*step)
