@@ -3,8 +3,9 @@
 #include "kernels/attention.h"
 
 /// What the host, the kernels and the CPU op must agree on, as pure functions: where a sequence
-/// lies, what a query sees, and how the work is cut. Nothing here depends on a neighbour in the
-/// batch, so neither does a row's result.
+/// lies, what a query sees, and how the work is cut. What depends on a neighbour in the batch is which
+/// kernel takes a row, by how many rows the call has (cuts_chunks, expects_many), and never in
+/// batch-invariant mode; nothing else does, so neither does a row's result.
 namespace ridgeline::attention_config {
 
 constexpr int kKeyTile = 64;     // keys of one softmax step, cut at multiples of this position

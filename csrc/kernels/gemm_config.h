@@ -23,9 +23,10 @@ constexpr int kWarpsWanted = 1500;  // 11 an SM of 132: with 8 KB each in flight
 constexpr int kBlocksWanted =
     132;  // fewer tiles than this leave SMs idle: K is split over the grid
 
-/// Shared memory of a block of strips or digits: two do not fit an SM, but one beside decode
-/// attention's does. Where two fitted, those of products with less x stacked. H200, a token of 8B
-/// products, 4 rows: bf16 5.01 ms, so 3.59; fp8 2.92, 2.64; int4 1.73, 1.44; one row the same.
+/// Shared memory of a block of strips or digits, and of one of the cluster kernel's that has an SM
+/// of its own: two do not fit an SM, but one beside decode attention's does. Where two fitted, those
+/// of products with less x stacked. H200, a token of 8B products, 4 rows: bf16 5.01 ms, so 3.59; fp8
+/// 2.92, 2.64; int4 1.73, 1.44; one row the same.
 constexpr int kShareOfStrips = 114 * 1024;
 
 enum class Path : std::uint8_t {

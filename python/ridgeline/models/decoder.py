@@ -143,7 +143,7 @@ class Decoder:
         return min(rows)
 
     def _folded_states(self, residual: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
-        """Six kernels a layer: both norms and both sums with the residual are in the products."""
+        """Six kernels a layer, of one sequence five: the norms and the sums are in the products."""
         for index, layer in enumerate(self.layers):
             assert isinstance(layer.attention_norm, RmsNorm) and isinstance(layer.mlp_norm, RmsNorm)
             qkv = layer.qkv(residual, norm=layer.attention_norm)
