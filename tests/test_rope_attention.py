@@ -111,6 +111,20 @@ def test_equals_its_parts_in_caches_of_8_bits(device: str, kv: torch.dtype) -> N
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("name, value", [("seq_lens", 999), ("table", 77)])
+def test_refused_contents_have_changed_nothing(name: str, value: int) -> None:
+    step = Step("cpu", 20, 4, 64, torch.bfloat16, poison=False)
+    getattr(step, name).fill_(value)
+    q, caches = step.q.clone(), [c.clone() for c in step.caches]
+    with pytest.raises(ValueError, match=f"{name.replace('table', 'block_tables')}.*got {value}"):
+        ops.rope_paged_attention(
+            q, step.k, step.v, step.positions, step.cos_sin, step.slots, *caches, step.table,
+            step.seq_lens,
+        )  # fmt: skip
+    for now, before in zip((q, *caches), (step.q, *step.caches), strict=True):
+        assert torch.equal(now.view(torch.int16), before.view(torch.int16))
+
+
 @pytest.mark.gpu
 def test_waits_for_what_the_kernel_ahead_writes() -> None:
     """Behind a long product that writes the projection; the same as after its end."""
