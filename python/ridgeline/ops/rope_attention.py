@@ -46,7 +46,7 @@ def rope_paged_attention(
     The same bits in results and caches. With ``weights_ready`` one kernel on a Hopper GPU where a
     sequence alone has one query, without ``cu_q`` and ``batch_invariant``: a 16-bit cache, heads of
     64 or 128 that rotate as a whole and not interleaved, up to 16384 keys by the width of its
-    table, 4 to 8 KV heads of up to 16 queries, a float32 table, and int32 positions.
+    table, 4 to 8 KV heads of up to 8 query heads, a float32 table, and int32 positions.
 
     Args:
         q: ``[T, Hq, D]``, float32, float16 or bfloat16: rotated in place, or left as it is; of no
