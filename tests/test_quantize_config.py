@@ -76,8 +76,9 @@ def test_a_group_of_all_columns_is_a_channel(tmp_path: Path, zero_point: bool):
     assert "group_size" not in weights_of(tmp_path / "out")
 
 
-def test_what_is_copied_is_ignored(tmp_path: Path):
-    """By a rule of compressed-tensors: a module's whole name, or a match from its begin on."""
+@pytest.mark.parametrize("act_order", ["none", "group"])
+def test_what_is_copied_is_ignored(tmp_path: Path, act_order: str):
+    """By a rule of compressed-tensors, or GPTQModel's: a name, or a match from its begin on."""
     text = {
         "vocab_size": tiny_model.VOCAB, "hidden_size": 64, "intermediate_size": 160,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
@@ -86,24 +87,37 @@ def test_what_is_copied_is_ignored(tmp_path: Path):
         tmp_path / "in", "gemma3",
         text_config=text, vision_config=VISION, image_token_index=0, mm_tokens_per_image=4,
     )  # fmt: skip
+    tiny_model.save_tokenizer(tmp_path / "in")
+    learned = {
+        "method": "gptq", "act_order": "group", "samples": 2, "window": 32,
+        "text": tiny_model.save_text(tmp_path / "text.txt"),
+    }  # fmt: skip
     quantize_checkpoint(
-        tmp_path / "in", tmp_path / "out", group_size=32, skip=("down_proj",), device="cpu"
-    )
-    ignore = config_of(tmp_path / "out")["ignore"]
+        tmp_path / "in", tmp_path / "out", group_size=32, skip=("down_proj",), device="cpu",
+        **(learned if act_order == "group" else {}),
+    )  # fmt: skip
+    load(tmp_path / "out")
+    config = config_of(tmp_path / "out")
+    if act_order == "group":
+        assert all(rule.startswith("-:") for rule in config["dynamic"])
+        ignore = [rule.replace("-:", "re:", 1) for rule in config["dynamic"]]
+    else:
+        ignore = config["ignore"]
+        assert {"lm_head", "language_model.lm_head"} <= set(ignore)
     assert len(set(ignore)) == len(ignore)
-    assert {"lm_head", "language_model.lm_head"} <= set(ignore)
 
     def is_ignored(module: str) -> bool:
         rules = [rule.removeprefix("re:") for rule in ignore if rule.startswith("re:")]
         return module in ignore or any(re.match(rule, module) for rule in rules)
 
     tensors = load_file(tmp_path / "out" / "model.safetensors")
-    copied = {name for name, tensor in tensors.items() if name.endswith("weight")}
+    copied = {name for name in tensors if name.endswith("weight") and not name.endswith("qweight")}
     copied = {name.rpartition(".")[0] for name in copied if tensors[name].dim() > 1}
     assert any("vision_tower" in name for name in copied)
     assert any("multi_modal_projector" in name for name in copied)
     assert sum("down_proj" in name for name in copied) == 2
     assert not [name for name in copied if not is_ignored(name)]
     assert is_ignored("model.vision_tower.vision_model.encoder.layers.0.mlp.fc1")
-    packed = [name.rpartition(".")[0] for name in tensors if name.endswith("weight_packed")]
+    ends = ("weight_packed", "qweight")
+    packed = [name.rpartition(".")[0] for name in tensors if name.endswith(ends)]
     assert len(packed) == 12 and not any(map(is_ignored, packed))

@@ -222,7 +222,7 @@ def test_tensors_that_do_not_fit_the_format_are_all_listed(tmp_path: Path):
         ({"quant_method": "gptq", "bits": 3}, r"bits must be one of 4, 8, got 3"),
         ({"quant_method": "gptq", "group_size": 0}, "group_size must be positive or -1, got 0"),
         ({"quant_method": "gptq", "checkpoint_format": "marlin"}, "checkpoint_format.*'marlin'"),
-        ({"quant_method": "gptq", "dynamic": {"-:x": {}}}, "dynamic"),
+        ({"quant_method": "gptq", "dynamic": {"-:x": {}, "+:y": {"bits": 8}}}, r"dynamic.*'\+:y'"),
         ({"quant_method": "awq", "version": "gemv"}, "version must be one of .*got 'gemv'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "a block must be two sizes"),

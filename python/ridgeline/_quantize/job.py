@@ -113,7 +113,9 @@ class Job:
     def config_of_result(self) -> dict[str, Any]:
         recipe = self._recipe
         if recipe.act_order == "group":
-            return gptq_written_config(recipe.group_size, zero_point=recipe.zero_point)
+            return gptq_written_config(
+                recipe.group_size, zero_point=recipe.zero_point, ignore=self._left()
+            )
         return written_config(
             recipe.scheme,
             group_size=recipe.group_size,

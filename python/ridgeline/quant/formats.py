@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from ridgeline.quant.layout import (
 )
 from ridgeline.quant.stored import Expanded, GroupedCodes, Weight
 
+_LEAVES = "-:"  # begins a rule of GPTQModel's "dynamic" for modules that are not quantised
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column 8 j + _AWQ_ORDER[i]
 
 
@@ -152,8 +154,13 @@ class Gptq:
 def _gptq(config: Mapping[str, Any]) -> Format:
     bits = one_of(config, "bits", (4, 8), 4)
     layout = one_of(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
-    if config.get("dynamic"):
-        raise ValueError("quantization_config: dynamic (other bits for some modules) is not read")
+    # Rules that leave modules as they were say what the file's tensors say.
+    changes = [rule for rule in config.get("dynamic") or {} if not rule.startswith(_LEAVES)]
+    if changes:
+        raise ValueError(
+            f"quantization_config: dynamic: other settings for some modules ({changes[0]!r}) are "
+            "not read"
+        )
     return Gptq(bits, _group_size(config), zero_offset=int(layout == "gptq"))
 
 
@@ -174,11 +181,20 @@ def gptq_written(weight: GroupedCodes) -> dict[str, Tensor]:
     }
 
 
-def gptq_written_config(group_size: int, *, zero_point: bool) -> dict[str, Any]:
+def gptq_written_config(
+    group_size: int, *, zero_point: bool, ignore: Sequence[str]
+) -> dict[str, Any]:
     """The ``quantization_config`` of a checkpoint of 4-bit weights with an order of columns.
 
-    ``group_size``: of every weight, -1: all columns.
+    Args:
+        group_size: of every weight, -1: all columns.
+        ignore: names of modules that are not quantised, or patterns after "re:". Rules match from
+            a name's beginning on.
     """
+    patterns = [
+        name.removeprefix("re:") if name.startswith("re:") else re.escape(name) + "$"
+        for name in ignore
+    ]
     return {
         "quant_method": "gptq",
         "checkpoint_format": "gptq_v2",
@@ -186,6 +202,7 @@ def gptq_written_config(group_size: int, *, zero_point: bool) -> dict[str, Any]:
         "group_size": group_size,
         "desc_act": True,
         "sym": not zero_point,
+        "dynamic": {f"{_LEAVES}{pattern}": {} for pattern in patterns},
     }
 
 
