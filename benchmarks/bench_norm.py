@@ -72,6 +72,18 @@ def norms(bench: Bench, rows: int, cols: int, dtype: torch.dtype) -> None:
         cost=op_cost("add_rmsnorm", x, x, v),
         fields=fields,
     )
+    for out_quant in ("fp8", "fp8_group"):
+        compare(
+            bench,
+            "add_rmsnorm",
+            make=lambda: (matrix(), matrix(), vector()),
+            ours=lambda x, r, w, q=out_quant: ops.add_rmsnorm(
+                x, r, w, out_quant=q, weights_ready=True
+            ),
+            torchs=None,
+            cost=op_cost("add_rmsnorm", x, x, v, out_quant=out_quant),
+            fields={**fields, "out_quant": out_quant},
+        )
     for op, torchs in (("layernorm", torch_layernorm), ("layernorm_gelu", torch_layernorm_gelu)):
         function = getattr(ops, op)
         compare(
