@@ -71,11 +71,31 @@ def test_a_prompt_that_cannot_be_served_is_refused(llm: LLM, prompt: Any, messag
 
 
 @pytest.mark.parametrize(
-    "prompts", [None, 5, b"bytes", {"a": 1}, [1, "a"], [[1.5]], [["a"]], [None]]
+    "prompts",
+    [
+        None,
+        5,
+        b"bytes",
+        [b"bytes"],
+        {"a": 1},
+        [{1: 2}],
+        [1, "a"],
+        [[1.5]],
+        [["a"]],
+        [None],
+        [[True]],
+    ],
 )
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any):
     with pytest.raises(TypeError, match="must be"):
         llm.generate(prompts)
+
+
+def test_text_that_is_no_unicode_is_refused(llm: LLM):
+    with pytest.raises(ValueError, match=r"'a\\ud800' is not Unicode text: .* position 1"):
+        llm.generate(["fine", "a\ud800"])
+    with pytest.raises(ValueError, match="is not Unicode text"):
+        llm.generate([1], SamplingParams(bad_words="a\ud800"))
 
 
 def test_a_prompt_larger_than_the_cache_is_refused_with_the_numbers(folder: Path):
@@ -234,18 +254,25 @@ class Failing:
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "one step ahead"])
 @pytest.mark.parametrize("when", ["launched", "fetched"])
+@pytest.mark.parametrize("before", [2, 3])
 def test_a_step_that_fails_loses_only_the_request_concerned(
-    llm: LLM, monkeypatch, when: str, ahead: bool
+    llm: LLM, monkeypatch, before: int, when: str, ahead: bool
 ):
-    # A bias makes one token come back, so that counting a step twice would show.
+    # A bias makes one token, "'", come back, so that counting or losing a step would show.
     params = SamplingParams(
-        temperature=0, max_tokens=12, ignore_eos=True, frequency_penalty=0.9, logit_bias={7: 9.0}
+        temperature=0,
+        max_tokens=12,
+        ignore_eos=True,
+        frequency_penalty=0.9,
+        logit_bias={7: 9.0},
+        bad_words="''",
     )
     expected = llm.generate([5, 6, 7], params)[0].outputs[0].token_ids
     assert 2 < expected.count(7) < 12
+    assert (7, 7) not in zip(expected, expected[1:])
     monkeypatch.setattr(llm._parts.runner, "asynchronous", ahead)
     other = llm.stream([5, 6, 7], params)
-    got = [token for _ in range(2) for token in next(other).token_ids]
+    got = [token for _ in range(before) for token in next(other).token_ids]
     with monkeypatch.context() as patch:
         patch.setattr(llm._parts.runner, "run", Failing(llm, [1, 2], when))
         with pytest.warns(RuntimeWarning, match="raised MemoryError"):

@@ -226,6 +226,41 @@ def test_penalties_follow_their_definition(llm: LLM, reference):
     assert tokens.count(7) > 2 and len(set(tokens)) > 4
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "one step ahead"])
+@pytest.mark.parametrize("words", ["zq", ["zq", "qz", "qqq"], ["z"], ["qzq", "\n"]], ids=str)
+def test_bad_words_never_come(llm: LLM, reference, monkeypatch, words, ahead: bool):
+    """Greedy with bad words, beside the same rule written over transformers' logits."""
+    monkeypatch.setattr(llm._parts.runner, "asynchronous", ahead)
+    tokenizer = llm._parts.tokenizer
+    z, q = (ids[0] for ids in tokenizer.encode(["z", "q"]))
+    params = {"max_tokens": 20, "ignore_eos": True, "frequency_penalty": 0.7}
+    params["logit_bias"] = {z: 9.0, q: 9.0}
+    banned = [
+        ids
+        for word in ([words] if isinstance(words, str) else words)
+        for ids in tokenizer.encode([word, " " + word])
+    ]
+    tokens: list[int] = []
+    for _ in range(20):
+        with torch.no_grad():
+            logits = reference(torch.tensor([PROMPT + tokens])).logits[0, -1]
+        for token in set(tokens):
+            logits[token] -= 0.7 * tokens.count(token)
+        for token in (z, q):
+            logits[token] += 9.0
+        for *start, end in banned:
+            if tokens[len(tokens) - len(start) :] == start:
+                logits[end] = -math.inf
+        tokens.append(int(logits.argmax()))
+    allowed = SamplingParams(temperature=0, **params)
+    asked = SamplingParams(temperature=0, **params, bad_words=words)
+    free, output, beside = (
+        o.outputs[0].token_ids for o in llm.generate([PROMPT] * 3, [allowed, asked, allowed])
+    )
+    assert output == tokens
+    assert free == beside != tokens
+
+
 def test_penalties_do_not_reach_the_neighbours(llm: LLM):
     alone = run(llm, max_tokens=8, ignore_eos=True).token_ids
     penalised = SamplingParams(
@@ -272,8 +307,8 @@ def test_a_value_out_of_range_is_refused(field: str, value: Any, message: str):
 @pytest.mark.parametrize(
     ("field", "value"),
     [("temperature", "1"), ("top_k", 1.5), ("n", True), ("max_tokens", "8"), ("stop", 5),
-     ("stop", [b"x"]), ("stop_token_ids", 3), ("logit_bias", [1]), ("ignore_eos", 1),
-     ("detokenize", None)],
+     ("stop", [b"x"]), ("bad_words", 3), ("stop_token_ids", 3), ("logit_bias", [1]),
+     ("ignore_eos", 1), ("detokenize", None)],
 )  # fmt: skip
 def test_a_value_of_the_wrong_type_is_refused(field: str, value: Any):
     with pytest.raises(TypeError, match=f"{field} must"):

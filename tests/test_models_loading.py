@@ -81,6 +81,8 @@ def test_without_a_tokenizer_only_text_is_refused(folder: Path):
             llm.generate("text")
         with pytest.raises(ValueError, match="stop strings need a tokenizer"):
             llm.generate([5], SamplingParams(stop="x"))
+        with pytest.raises(ValueError, match="bad_words need a tokenizer"):
+            llm.generate([5], SamplingParams(bad_words="x"))
 
 
 def test_a_config_that_is_no_json_is_named(folder: Path):

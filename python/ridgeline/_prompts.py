@@ -84,9 +84,11 @@ def chat_prompts(
 
 def _ids(item: Sequence[int], index: int) -> list[int]:
     try:
-        ids = [token.__index__() for token in item]
+        tokens = list(item)
+        if isinstance(item, (bytes, bytearray, Mapping)) or bool in map(type, tokens):
+            raise TypeError
+        return [token.__index__() for token in tokens]
     except (TypeError, AttributeError):
         raise TypeError(
             f"prompt {index} must be text or a list of integers, got {item!r}"
         ) from None
-    return ids

@@ -6,7 +6,7 @@ import random
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
 from typing import Any
 
@@ -84,10 +84,8 @@ class Core:
 
         ``streams``: False leaves out pieces that end no output. ``deadline``: seconds from now.
         """
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("logit_bias", params.logit_bias)
-        if params.stop and self._tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and the model has none")
+        params.check_for(self._vocab_size, has_tokenizer=self._tokenizer is not None)
+        banned = self._tokenizer.spellings(params.bad_words) if self._tokenizer is not None else []
         seed = self._seeds.randrange(_SEEDS) if params.seed is None else params.seed
         arrival = self._clock()
         now = int(arrival * 1e6)
@@ -120,7 +118,7 @@ class Core:
             self._sequences[sequence.seq_id] = sequence
             # The n outputs differ by their seeds, the first one has the request's own.
             own_seed = (seed + sequence.index * _MIX) % _SEEDS
-            self._runner.sampling.add(sequence.seq_id, params, own_seed, token_ids, blocked)
+            self._runner.sampling.add(sequence.seq_id, params, own_seed, token_ids, blocked, banned)
         if self._recorder is not None:
             self._recorder.added(
                 request.output.request_id, seq_ids=seq_ids, prompt=token_ids, **arguments
@@ -342,9 +340,3 @@ class Core:
         self._ids.committed = self._ids.scheduled
         for sequence in self._sequences.values():
             self._runner.sampling.recount(sequence.seq_id, sequence.token_ids)
-
-    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
-        if bad := [token for token in ids if token >= self._vocab_size]:
-            raise ValueError(
-                f"{name}: token ids must be below the vocabulary's {self._vocab_size}, got {bad}"
-            )

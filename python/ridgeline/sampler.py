@@ -10,12 +10,12 @@ from torch import Tensor
 
 from ridgeline import ops
 from ridgeline._C import engine
+from ridgeline.bad_words import NEVER, BadWords
 from ridgeline.sampling_params import SamplingParams
 
 _CAPACITY = 256
 _WORDS = 6
 """int32s of a row in a step's upload: four parameters, and a seed of two."""
-_NEVER = float("-inf")
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,7 @@ class _Extras:
     params: SamplingParams
     prompt: list[int]
     blocked: tuple[int, ...]  # what must not come before min_tokens
+    banned: list[list[int]]  # sequences that must not come at all
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class RowPlan:
 class Sampler:
     """Parameters by sequence id, on the host; a step gathers the rows it needs and uploads them.
 
-    Token counts, which penalties need, stay on the device: they count tokens that the host has
-    not seen yet.
+    Token counts, which penalties need, and the newest tokens, which bad words are looked for in,
+    stay on the device: they know tokens that the host has not seen yet.
     """
 
     def __init__(self, device: torch.device, vocab_size: int) -> None:
@@ -60,6 +61,7 @@ class Sampler:
         self._reals = torch.zeros((3, _CAPACITY))  # temperature, top_p, min_p
         self._extras: dict[int, _Extras] = {}
         self._counts: dict[int, Tensor] = {}
+        self._bad_words: dict[int, BadWords] = {}
 
     def add(
         self,
@@ -68,26 +70,31 @@ class Sampler:
         seed: int,
         prompt: list[int],
         stop_tokens: tuple[int, ...],
+        banned: list[list[int]],
     ) -> None:
-        """``stop_tokens``: those that would end the output, and must not before min_tokens."""
+        """``stop_tokens``: those that would end the output, and must not before min_tokens;
+        ``banned``: sequences of tokens that it must not hold."""
         if seq_id >= self._seeds.shape[0]:
             self._grow(seq_id + 1)
         self._seeds[seq_id] = seed
         self._top_k[seq_id] = min(params.top_k, self._vocab_size)
         self._reals[:, seq_id] = torch.tensor((params.temperature, params.top_p, params.min_p))
         blocked = stop_tokens if params.min_tokens else ()
-        wants = params.has_penalties or params.logit_bias or blocked
+        wants = params.has_penalties or params.logit_bias or blocked or banned
         if wants or (params.logprobs, params.prompt_logprobs) != (None, None):
-            self._extras[seq_id] = _Extras(params, prompt, blocked)
+            self._extras[seq_id] = _Extras(params, prompt, blocked, banned)
 
     def remove(self, seq_id: int) -> None:
         self._extras.pop(seq_id, None)
         self._counts.pop(seq_id, None)
+        self._bad_words.pop(seq_id, None)
 
     def recount(self, seq_id: int, output: list[int]) -> None:
-        """Starts the token counts anew from what the host knows."""
+        """Starts what the device knows of the output anew from what the host knows."""
         if seq_id in self._counts:
             self._counts[seq_id] = self._fresh_counts(self._extras[seq_id].prompt, output)
+        if seq_id in self._bad_words:
+            self._bad_words[seq_id].restart(output)
 
     def plan(self, batch: engine.Batch) -> RowPlan | None:
         """None: every row is plain."""
@@ -158,7 +165,7 @@ class Sampler:
         assert isinstance(tokens, Tensor)
         if plan is None:
             return tokens, None
-        self._count(plan, tokens, first)
+        self._note(plan, tokens, first)
         if plan.logprobs is None:
             return tokens, None
         targets = tokens
@@ -192,28 +199,41 @@ class Sampler:
         return penalties.to(self._device), all_counts
 
     def _bias(self, plan: RowPlan, rows: range) -> Tensor | None:
-        """``[rows, vocab]`` if any of these rows has a bias, or must not end yet."""
+        """``[rows, vocab]`` if any of these rows has a bias, bad words, or must not end yet."""
         entries: list[tuple[int, int, float]] = []
+        banned: list[tuple[int, BadWords]] = []
         for row in filter(plan.outputs.__contains__, rows):
-            extras, own = self._extras[plan.seq_ids[row]], row - rows.start
+            seq_id, own = plan.seq_ids[row], row - rows.start
+            extras = self._extras[seq_id]
             entries += [(own, token, bias) for token, bias in extras.params.logit_bias.items()]
             if plan.outputs[row] < extras.params.min_tokens:
-                entries += [(own, token, _NEVER) for token in extras.blocked]
-        if not entries:
+                entries += [(own, token, NEVER) for token in extras.blocked]
+            if extras.banned:
+                if seq_id not in self._bad_words:
+                    self._bad_words[seq_id] = BadWords(extras.banned, self._device)
+                banned.append((own, self._bad_words[seq_id]))
+        if not entries and not banned:
             return None
-        at_rows, tokens, values = zip(*entries, strict=True)
         bias = self._zeros(len(rows), torch.float32)
-        at = (self._indices(at_rows), self._indices(tokens))
-        return bias.index_put_(at, torch.tensor(values, device=self._device), accumulate=True)
+        if entries:
+            at_rows, tokens, values = zip(*entries, strict=True)
+            at = (self._indices(at_rows), self._indices(tokens))
+            bias.index_put_(at, torch.tensor(values, device=self._device), accumulate=True)
+        for own, words in banned:
+            words.exclude(bias[own])
+        return bias
 
-    def _count(self, plan: RowPlan, tokens: Tensor, first: int) -> None:
-        """Counts the tokens just sampled: two for each, beside the prompt's one."""
+    def _note(self, plan: RowPlan, tokens: Tensor, first: int) -> None:
+        """Notes the tokens just sampled: two for each in the counts, beside the prompt's one."""
         for row in plan.outputs:
-            own = row - first
-            if 0 <= own < tokens.shape[0] and plan.seq_ids[row] in self._counts:
-                self._counts[plan.seq_ids[row]].index_add_(
-                    0, tokens[own : own + 1], self._int32((2,))
-                )
+            seq_id, own = plan.seq_ids[row], row - first
+            if not 0 <= own < tokens.shape[0]:
+                continue
+            token = tokens[own : own + 1]
+            if seq_id in self._counts:
+                self._counts[seq_id].index_add_(0, token, self._int32((2,)))
+            if seq_id in self._bad_words:
+                self._bad_words[seq_id].push(token)
 
     def _fresh_counts(self, prompt: list[int], output: list[int]) -> Tensor:
         """int32 ``[vocab]``: twice the count in the output, plus one if in the prompt."""

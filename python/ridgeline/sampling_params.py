@@ -30,6 +30,9 @@ class SamplingParams:
         repetition_penalty: divides a positive logit, multiplies a negative one, of tokens that
             are in the prompt or the output (Keskar et al., "CTRL", 2019). Above 0; 1: none.
         logit_bias: token id -> number added to its logit.
+        bad_words: strings that the output must not spell: of the tokens of each, as it is and
+            after a space, the last one cannot follow the others. The same text in other tokens is
+            not seen; ``stop`` finds it.
         max_tokens: the most tokens of an output; None: as many as the context holds.
         min_tokens: before so many tokens neither a stop token nor a stop string ends the output.
         ignore_eos: the model's end-of-sequence token does not end the output.
@@ -54,6 +57,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: str | Sequence[str] = ()
     max_tokens: int | None = 16
     min_tokens: int = 0
     ignore_eos: bool = False
@@ -67,6 +71,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         set_field = object.__setattr__
         set_field(self, "stop", _strings("stop", self.stop))
+        set_field(self, "bad_words", _strings("bad_words", self.bad_words))
         set_field(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         set_field(self, "logit_bias", _bias(self.logit_bias))
         _integer("n", self.n, low=1)
@@ -99,6 +104,17 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
+
+    def check_for(self, vocab_size: int, *, has_tokenizer: bool) -> None:
+        """ValueError for what a model with these cannot serve."""
+        for name in ("stop_token_ids", "logit_bias"):
+            if bad := [token for token in getattr(self, name) if token >= vocab_size]:
+                raise ValueError(
+                    f"{name}: token ids must be below the vocabulary's {vocab_size}, got {bad}"
+                )
+        for name, words in (("stop strings", self.stop), ("bad_words", self.bad_words)):
+            if words and not has_tokenizer:
+                raise ValueError(f"{name} need a tokenizer, and the model has none")
 
 
 def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:

@@ -43,9 +43,21 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> Iterator[list[int]]:
         """Token ids of each text in order, special tokens as the tokenizer adds them."""
         for start in range(0, len(texts), _ENCODE_CHUNK):
-            chunk = list(texts[start : start + _ENCODE_CHUNK])
+            chunk = [_unicode(text) for text in texts[start : start + _ENCODE_CHUNK]]
             for encoding in self._backend.encode_batch(chunk):
                 yield encoding.ids
+
+    def spellings(self, words: Sequence[str]) -> list[list[int]]:
+        """The tokens of each word in a text, as it is and after a space."""
+        found: list[list[int]] = []
+        for word in words:
+            forms = [_unicode(word), " " + word]
+            encodings = self._backend.encode_batch(forms, add_special_tokens=False)
+            spelled = [encoding.ids for encoding in encodings if encoding.ids]
+            if not spelled:
+                raise ValueError(f"the tokenizer has no tokens for {word!r}")
+            found += [ids for ids in spelled if ids not in found]
+        return found
 
     @cached_property
     def chat_template(self) -> ChatTemplate:
@@ -60,7 +72,7 @@ class Tokenizer:
         Special tokens are those that the template writes: one that a message spells stays text.
         """
         text, mark = self.chat_template.render(messages, **options)
-        encoding = self._backend.encode(text, add_special_tokens=False)
+        encoding = self._backend.encode(_unicode(text), add_special_tokens=False)
         if mark not in text:
             return list(encoding.ids)
         kept = []
@@ -176,3 +188,12 @@ class StopStrings:
             if any(s.startswith(end) for s in self._strings):
                 return length
         return 0
+
+
+def _unicode(text: str) -> str:
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # a surrogate alone, as json.loads lets through
+            raise ValueError(f"{text!r} is not Unicode text: {error}") from None
+    return text
