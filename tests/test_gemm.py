@@ -246,9 +246,24 @@ def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
     assert plan(M, 4096, 4096, **options)["path"] == path  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("N", "K"), [(5120, 5120), (28672, 4096), (2048, 2048)])
-def test_dense_products_of_other_sizes_are_the_library_s(N: int, K: int) -> None:
-    assert plan(32, N, K, hopper=True)["path"] == "library"
+@pytest.mark.parametrize(
+    ("M", "N", "K", "path"),
+    [
+        (32, 5120, 5120, "library"),
+        (32, 2048, 2048, "library"),
+        (32, 3584, 3584, "cluster"),
+        (33, 3584, 3584, "library"),
+        (64, 128256, 4096, "cluster"),
+        (65, 28672, 4096, "library"),
+    ],
+)
+def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -> None:
+    assert plan(M, N, K, hopper=True)["path"] == path
+
+
+def test_gated_products_of_few_rows_are_fused() -> None:
+    assert plan(32, 2048, 2048, hopper=True, activation="silu_mul")["path"] == "cluster"
+    assert plan(65, 2048, 2048, hopper=True, activation="silu_mul")["path"] == "library"
 
 
 @pytest.mark.gpu

@@ -238,15 +238,18 @@ constexpr void cut_for_tiles(const Shape& shape, Config& config) {
 }
 
 /// Where the cluster kernel, chained and one launch, beats cuBLASLt's split of K, a kernel that
-/// adds its parts and their gaps. H200, bf16, 16, 32 and 64 rows, us, one run: 4096 x 4096 10.7,
-/// 10.8, 11.4 and 13.3, 13.5, 12.4; 4096 x 6144 15.3, 15.6, 16.4 and 16.5, 16.7, 16.8; 14336 x 4096
-/// 29.5, 29.7, 31.0 and 33.1, 34.2, 36.7; 4096 x 14336 29.2, 29.5, 30.1 and 31.9, 32.7, 35.1; 8192
-/// x 8192 34.2, 34.2, 35.0 and 35.8, 36.7, 38.4. Not 5120 x 5120: 17.0, 17.7, 21.5 and 16.4, 16.6,
-/// 16.8; 2560 x 4096 with 64 rows 8.8 and 8.6.
+/// adds its parts and their gaps. H200, bf16, 16, 32 and 64 rows, us: 4096 x 4096 10.7, 10.8, 11.4
+/// and 13.3, 13.5, 12.4; 14336 x 4096 29.5, 29.7, 31.0 and 33.1, 34.2, 36.7. In a later run 3584 x
+/// 4608 10.9, 11.2, 12.0 and 11.2, 11.5, 11.8; 4096 x 8192 18.7, 18.6, 19.5 and 20.4, 20.4, 21.3;
+/// 4096 x 28672 58.9, 58.8, 61.3 and 63.8, 64.5, 67.4; 4096 x 128256 249, 247, 260 and 258, 271,
+/// 286. A gated product spares a second kernel: 1024 x 6144 5.6, 5.8, 7.2 and 7.5, 8.1, 8.5; 4096 x
+/// 28672 59.2, 60.2, 62.7 and 67.0, 67.5, 70.1. Not 5120 x 5120, whose tiles fill the SMs badly:
+/// 18.6, 17.8, 21.4 and 18.5, 16.7, 17.1; nor 2560 x 4096: 8.0, 8.5, 9.3 and 8.3, 8.4, 8.5.
 constexpr bool cluster_beats_library(const Shape& shape) {
+  if (is_gated(shape.activation)) return true;
   const std::int64_t elements = std::int64_t{shape.N} * shape.K;
-  return (elements >= 4096 * 4096 && elements <= 4096 * 6144) ||
-         (elements >= 4096 * 14336 && elements <= 8192 * 8192);
+  const bool fills = elements <= 4096 * 6144 || elements >= 4096 * 7168;
+  return fills && elements >= (shape.M <= 32 ? 3584 * 3584 : 4096 * 4096);
 }
 
 /// Where bits may not depend on M: the cluster kernel and the experts' add the same products in the

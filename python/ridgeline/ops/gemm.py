@@ -31,9 +31,10 @@ def linear(
 ) -> Tensor:
     """``act(x @ weight.T + bias) + residual``, with float32 products and sums.
 
-    On CUDA, up to 64 rows (Hopper: 8) run on kernels of this library, with the epilogue fused; more
-    rows on cuBLASLt, if it can be opened, and the epilogue in a kernel after it where cuBLASLt has
-    none that rounds the same. float32 never uses TF32. On the CPU the product is PyTorch's BLAS.
+    On CUDA, up to 64 rows (Hopper: but for some small weights) run on kernels of this library, with
+    the epilogue fused; more rows on cuBLASLt, if it can be opened, and the epilogue in a kernel
+    after it where cuBLASLt has none that rounds the same. float32 never uses TF32. On the CPU the
+    product is PyTorch's BLAS.
 
     Args:
         x: ``[..., K]``, float32, float16 or bfloat16; last dimension contiguous.
