@@ -161,9 +161,10 @@ void bind_records(py::module_& m) {
 }
 
 StepCost make_step_cost(double fixed_us, double token_us, double row_us, double swap_us,
-                        const AttentionCosts& attention, const Ids& sizes) {
+                        const AttentionCosts& attention, const Ids& sizes,
+                        std::int64_t sized_seqs) {
   StepCost cost{.fixed_us = fixed_us, .token_us = token_us, .row_us = row_us,
-                .swap_us = swap_us, .sizes = sizes};
+                .swap_us = swap_us, .sizes = sizes, .sized_seqs = sized_seqs};
   for (const auto& [window, key_us, pair_us] : attention)
     cost.attention.push_back({.window = window, .key_us = key_us, .pair_us = pair_us});
   return cost;
@@ -225,7 +226,7 @@ void bind_scheduler(py::module_& m) {
   py::class_<StepCost>(m, "StepCost")
       .def(py::init(&make_step_cost), py::kw_only(), "fixed_us"_a = 0.0, "token_us"_a = 0.0,
            "row_us"_a = 0.0, "swap_us"_a = 0.0, "attention"_a = AttentionCosts{},
-           "sizes"_a = Ids{});
+           "sizes"_a = Ids{}, "sized_seqs"_a = StepCost{}.sized_seqs);
   py::class_<Scheduler>(m, "Scheduler")
       .def(py::init(&make_scheduler), py::kw_only(), "num_blocks"_a, "block_size"_a,
            "max_model_len"_a, "vocab_size"_a, "max_num_seqs"_a = 256,

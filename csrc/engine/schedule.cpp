@@ -45,7 +45,8 @@ std::shared_ptr<const Batch> Scheduler::schedule(std::int64_t now,
   batch.read_us = cost.fixed_us + step.attention.read;
   batch.compute_us = products + step.attention.compute;
   const std::int64_t tokens = batch.num_tokens();
-  batch.predicted_us = cost.step_us(batch.max_q > 1 ? cost.padded(tokens) : tokens,
+  const std::int64_t seqs = std::max(batch.num_seqs(), batch.num_rows());
+  batch.predicted_us = cost.step_us(batch.max_q > 1 ? cost.padded(tokens, seqs) : tokens,
                                     batch.num_rows(), step.attention.bound);
   batch.step = steps_++;
   in_flight_.push_back(std::move(step));
@@ -78,7 +79,8 @@ std::int32_t Scheduler::chunk(const Plan& plan, std::int32_t start, std::int32_t
   const auto fits = [&](std::int32_t count) {
     const double attention =
         plan.attention_us + cost.attention_time(start, start + count).bound;
-    return time_scale_ * cost.step_us(cost.padded(plan.tokens + count), 0, attention) <=
+    const std::int64_t tokens = cost.padded(plan.tokens + count, plan.seqs + 1);
+    return time_scale_ * cost.step_us(tokens, 0, attention) <=
            static_cast<double>(config_.latency_target_us);
   };
   const auto counts = std::views::iota(1, most + 1);
@@ -100,6 +102,7 @@ void Scheduler::log_chunk(const Plan& plan, SeqId seq_id, std::int32_t count,
 void Scheduler::count_planned(Plan& plan, std::int32_t start, std::int32_t count) {
   plan.budget -= count;
   plan.tokens += count;
+  ++plan.seqs;
   if (config_.latency_target_us > 0)
     plan.attention_us += config_.cost.attention_time(start, start + count).bound;
 }

@@ -135,7 +135,7 @@ class Scheduler {
     std::vector<Planned> entries = {};
     bool preempted = false;
     // For the latency target; who is preempted after being planned still counts.
-    std::int64_t decodes = 0, tokens = 0;
+    std::int64_t decodes = 0, tokens = 0, seqs = 0;
     double attention_us = 0;
 
     bool excludes(const Sequence& seq) const {

@@ -160,12 +160,13 @@ class engine:
             swap_us: float = 0.0,
             attention: Sequence[tuple[int, float, float]] = (),
             sizes: Sequence[int] = (),
+            sized_seqs: int = ...,
         ) -> None:
             """A step takes the longer of ``fixed_us`` (the weights are read) and its products
             (``token_us`` a token, ``row_us`` a logits row), then attention: for each (window or
             0, time a key, time a (query, key) pair) the longer of both. ``swap_us``: a block
-            between device and host, one way. ``sizes``: ascending; chunks cut by the latency
-            target count as if their step were padded to one of them.
+            between device and host, one way. ``sizes``: ascending; steps with prompt tokens are
+            padded to one of them, unless they have more than ``sized_seqs`` sequences or rows.
             """
 
     class Batch:

@@ -111,6 +111,7 @@ class Starter:
         cost = step_cost(self._config, layout, self._dtype, options.quantization, self._roofs)
         if cost and self._use_graphs:
             cost["sizes"] = mixed_tokens(options.max_num_batched_tokens)
+            cost["sized_seqs"] = mixed_seqs(options.max_num_seqs)[-1]
         settings = {
             "num_blocks": num_blocks,
             "block_size": options.block_size,

@@ -124,6 +124,26 @@ void chunks_fill_the_size_that_their_step_is_padded_to() {
   testing::expect_error([&] { Driver{padded}; }, "cost.sizes must ascend");
 }
 
+void chunks_of_more_sequences_than_are_padded_fill_the_target() {
+  SchedulerConfig padded = timed(100);
+  padded.cost.attention.clear();
+  padded.cost.sizes = {32, 64, 128};
+  padded.cost.sized_seqs = 2;
+  Driver driver(padded);
+  driver.add({0}, {1, 2, 3}, 300);
+  driver.step();
+  driver.add({1}, count_from(10, 4), 300);
+  driver.step();
+  driver.add({2}, count_from(100, 200), 2);
+  const auto cut = driver.step();
+  expect_equal(cut->num_tokens(), 100);
+  expect_equal(cut->predicted_us, 100.0);
+  driver.scheduler.finish(1, FinishReason::kAbort);
+  const auto sized = driver.step();
+  expect_equal(sized->num_tokens(), 64);
+  expect_equal(sized->predicted_us, 64.0);
+}
+
 void a_prompt_alone_is_not_cut() {
   Driver driver(timed(100));
   driver.add({0}, count_from(10, 300), 2);
@@ -196,6 +216,7 @@ int main() {
       {"a deadline ends a request", a_deadline_ends_a_request_in_any_state},
       {"latency target", chunks_beside_decodes_keep_to_the_latency_target},
       {"padded sizes", chunks_fill_the_size_that_their_step_is_padded_to},
+      {"sizes and sequences", chunks_of_more_sequences_than_are_padded_fill_the_target},
       {"time scale", the_time_scale_shortens_chunks_and_prompts_advance_nevertheless},
       {"a prompt alone", a_prompt_alone_is_not_cut},
       {"swapping", a_preempted_sequence_waits_on_the_host_if_that_is_faster},
