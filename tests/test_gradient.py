@@ -14,7 +14,7 @@ from ridgeline import ops
 from test_ops import CASES, context_for, first_full_sample
 
 MESSAGE = r"ridgeline\.ops\.\w+ has no backward: call it under torch\.inference_mode"
-WITHOUT_GRADIENT = {"sample", "top_logprobs", "write_kv", "copy_blocks", "pack_int4"}
+WITHOUT_GRADIENT = {"sample", "top_logprobs", "copy_blocks", "pack_int4"}
 DIFFERENTIABLE = [case for case in CASES if case.name not in WITHOUT_GRADIENT]
 
 
@@ -36,6 +36,24 @@ def test_a_gradient_is_refused(case: OpCase):
         if not floating:
             pytest.skip("its outputs are integers")
         sum(out.float().sum() for out in floating).backward()
+
+
+@pytest.mark.parametrize(
+    "name, wanted",
+    [
+        *(("rope", x) for x in ("q", "k")),
+        *(("write_kv", x) for x in ("k", "v")),
+        *(("rope_write_kv", x) for x in ("q", "k", "v")),
+        *(("rope_paged_attention", x) for x in ("q", "k", "v")),
+    ],
+)
+def test_a_gradient_of_one_input_of_a_writer_is_refused(name: str, wanted: str):
+    """The caches would keep what it gave them, and its gradient would be left out in silence."""
+    case = next(case for case in CASES if case.name == name)
+    inputs = first_full_sample(case).make(context_for("cpu", torch.float32))
+    inputs[wanted].requires_grad_()
+    with pytest.raises(NotImplementedError, match=MESSAGE):
+        case.op(**inputs)
 
 
 def test_a_compiled_gradient_is_refused():

@@ -67,6 +67,7 @@ def write_kv(
             error on the CPU and under ``debug_checks()``; otherwise CUDA writes nothing for it.
     """
     check_ids("slots", slots, 0, k_cache.shape[0] * k_cache.shape[1])
+    refuse_in_place("write_kv", k, v)
     _ops.write_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale)
 
 
@@ -104,7 +105,7 @@ def rope_write_kv(
     """
     check_ids("positions", positions, 0, cos_sin.shape[0])
     check_ids("slots", slots, 0, k_cache.shape[0] * k_cache.shape[1])
-    refuse_in_place("rope_write_kv", q)
+    refuse_in_place("rope_write_kv", q, k, v)
     _ops.rope_write_kv(
         q,
         k,
