@@ -1,6 +1,7 @@
 #include "common/math.h"
 #include "device/launch.cuh"
 #include "device/ptx/grid_dependency.cuh"
+#include "device/shared_limit.cuh"
 #include "kernels/attention_launch.h"
 #include "kernels/attention_tile.cuh"
 
@@ -203,6 +204,7 @@ void prefill(const AttentionParams& p, Stream stream) {
       const std::int64_t blocks = std::int64_t{p.batch} * p.kv_heads * params.tiles;
       const std::size_t shared =
           sizeof(Shared<T, dim>) + (p.k_scale ? sizeof(SharedQuantised<dim>) : 0);
+      device::check_shared(shared, "attention: this head size");
       device::launch_chained<prefill_kernel<T, dim>>(
           dim3(checked_int32(blocks, "attention: blocks")), dim3(kThreads<dim>), shared, stream,
           params, "attention");

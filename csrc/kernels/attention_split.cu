@@ -1,6 +1,7 @@
 #include "common/math.h"
 #include "device/launch.cuh"
 #include "device/ptx/grid_dependency.cuh"
+#include "device/shared_limit.cuh"
 #include "kernels/attention_launch.h"
 #include "kernels/attention_split_merge.cuh"
 #include "kernels/attention_tile.cuh"
@@ -276,6 +277,7 @@ void split(const AttentionParams& p, Stream stream) {
     // A head between these is padded with zeros in shared memory alone: no more bytes are read. 96
     // and 192 as well took 43 s to compile for sm_80 and sm_90a, and 25 so.
     dispatch_at_least<64, 128, 256>(p.head_dim, "attention: head size", [&](auto dim) {
+      device::check_shared(sizeof(Shared<T, dim>), "attention: this head size");
       device::launch_chained<split_kernel<T, dim>>(dim3(checked_int32(blocks, "attention: blocks")),
                                                    dim3(kThreads), sizeof(Shared<T, dim>), stream,
                                                    params, "attention");
