@@ -7,6 +7,7 @@ import torch
 
 import ridgeline
 from op_table import OpCase, Sample
+from ridgeline._explain import _copied
 from ridgeline.roofline.machine import Roofs
 from test_ops import CASES, clone, context_for, same_bits
 
@@ -25,6 +26,29 @@ def test_cpu_has_one_route() -> None:
 def test_refuses_an_unknown_op() -> None:
     with pytest.raises(ValueError, match=r"op: expected one of .*softmax.*; got 'sofmax'"):
         ridgeline.explain("sofmax", torch.zeros(4, 8))
+
+
+def test_measures_on_copies() -> None:
+    """An op that writes, strided arguments, and a packed weight, whose tensors are copied too."""
+    rows = torch.randn(8, 130)[:, 1:129]
+    assert "takes" not in str(ridgeline.explain("softmax", rows))
+    explanation = ridgeline.explain("softmax", rows, roofs=ROOFS, measure=True)
+    assert explanation.measured_us is not None and explanation.measured_us > 0
+    share = 1.0 / explanation.measured_us
+    assert f"takes {explanation.measured_us:.2f} us, {share:.0%} of the roof" in str(explanation)
+
+    cache = torch.zeros(2, 4, 16, 2, 64)
+    key, value = torch.randn(2, 3, 2, 64)
+    slots = torch.arange(3)
+    ridgeline.explain("write_kv", key, value, cache[0], cache[1], slots, measure=True)
+    assert not cache.any()
+
+    weight = ridgeline.ops.pack_int4(torch.randn(32, 128), group_size=32)
+    copies: list[torch.Tensor] = []
+    copy = _copied({"weight": [weight]}, copies)["weight"][0]
+    assert isinstance(copy, ridgeline.ops.Int4Weight) and len(copies) == 2
+    assert torch.equal(copy.packed, weight.packed)
+    assert copy.packed.data_ptr() != weight.packed.data_ptr()
 
 
 POINTS = [
@@ -79,3 +103,12 @@ def test_strict_refuses_a_slower_route() -> None:
     assert "16 bytes" in ridgeline.explain(*call, batch_invariant=True).slower[0]
     with pytest.raises(RuntimeError, match=r"linear does not take its fastest route.*16 bytes"):
         ridgeline.explain(*call, batch_invariant=True, strict=True)
+
+
+@pytest.mark.gpu
+def test_measures_in_a_graph() -> None:
+    weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    explanation = ridgeline.explain("linear", weight[:4], weight, measure=True)
+    assert len(explanation.kernels) == 1
+    assert explanation.measured_us is not None
+    assert explanation.measured_us > 4, "32 MiB from memory, not from a cache"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch
 from ridgeline import ops
 from ridgeline.roofline.cost import Cost, costed_ops, op_cost
 from ridgeline.roofline.machine import Roofs
+from ridgeline.roofline.timing import time_call
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,7 @@ class Explanation:
         choices: what was cut how, in words. slower: why a slower kernel stands in for a faster one.
         cost: the bytes the op must move and the operations it must do.
         floor_us: the least time on this device, and what bounds it; None without ``roofs``.
+        measured_us: the time it takes; None unless it was to be measured.
     """
 
     op: str
@@ -67,6 +69,7 @@ class Explanation:
     cost: Cost
     floor_us: float | None = None
     bound: str | None = None
+    measured_us: float | None = None
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -82,18 +85,29 @@ class Explanation:
         yield f"  must move {self.cost.bytes:,} bytes and do {self.cost.flops:,} operations"
         if self.floor_us is not None:
             yield f"  at least {self.floor_us:.2f} us here, bound by {self.bound}"
+        if self.measured_us is not None:
+            share = f", {self.floor_us / self.measured_us:.0%} of the roof" if self.floor_us else ""
+            yield f"  takes {self.measured_us:.2f} us{share}"
 
 
 def explain(
-    op: str, /, *args: Any, strict: bool = False, roofs: Roofs | None = None, **kwargs: Any
+    op: str,
+    /,
+    *args: Any,
+    strict: bool = False,
+    roofs: Roofs | None = None,
+    measure: bool = False,
+    **kwargs: Any,
 ) -> Explanation:
-    """What ``ridgeline.ops.<op>(*args, **kwargs)`` would launch; nothing runs, nothing is written.
+    """What ``ridgeline.ops.<op>(*args, **kwargs)`` would launch; nothing of it is written.
 
     Args:
         op: name of an op of :mod:`ridgeline.ops`.
         args, kwargs: as for the op; they are checked as in a real call.
         strict: raise where a slower kernel stands in for a faster one, instead of saying so.
         roofs: of the device (:func:`ridgeline.roofline.machine.measure_roofs`), for the least time.
+        measure: also time the op, as the benchmarks do: on copies of the tensors, at least two and
+            together larger than the caches, so that a call reads memory; on a GPU in a graph.
 
     Returns:
         An :class:`Explanation`. Arguments on the CPU have one route, the library's own loops.
@@ -119,6 +133,7 @@ def explain(
         cost=cost,
         floor_us=roofs.floor_us(cost) if roofs else None,
         bound=roofs.bound(cost) if roofs else None,
+        measured_us=_measured_us(device, op, args, kwargs) if measure else None,
     )
     if strict and explanation.slower:
         raise RuntimeError(f"{op} does not take its fastest route: {'; '.join(explanation.slower)}")
@@ -128,6 +143,42 @@ def explain(
 def _device_of(values: list[Any]) -> torch.device:
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
     return tensors[0].device if tensors else torch.device("cpu")
+
+
+def _measured_us(
+    device: torch.device, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float:
+    call = getattr(ops, op)
+
+    def make() -> list[Any]:
+        copies: list[Any] = []
+        with torch.no_grad():
+            given = _copied(args, copies), _copied(kwargs, copies)
+        return [given, *copies]  # the timer counts the tensors among its inputs
+
+    return time_call(make, lambda given, *_: call(*given[0], **given[1]), device=device).us
+
+
+def _copied(value: Any, copies: list[torch.Tensor]) -> Any:
+    """The value with its tensors, which are also added to ``copies``, copied.
+
+    They keep strides and alignment: an op may choose its route by them.
+    """
+    if isinstance(value, torch.Tensor) and value.numel() > 0:
+        offset = value.data_ptr() % 16 // value.element_size()
+        span = 1 + sum((n - 1) * stride for n, stride in zip(value.shape, value.stride()))
+        storage = value.new_empty(offset + span)
+        storage[offset:].copy_(value.as_strided((span,), (1,)))
+        copies.append(storage.as_strided(value.shape, value.stride(), offset))
+        return copies[-1]
+    if isinstance(value, dict):
+        return {key: _copied(item, copies) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item, copies) for item in value)
+    if is_dataclass(value) and not isinstance(value, type):  # a packed weight
+        fields_of = {field.name: getattr(value, field.name) for field in fields(value)}
+        return replace(value, **_copied(fields_of, copies))
+    return value
 
 
 def _traced(op: str, /, *args: Any, **kwargs: Any) -> list[list[str]]:
