@@ -245,6 +245,8 @@ void gemm(const GemmParams& params, Stream stream) {
     case Path::kGrouped:
       return grouped_gemm(
           {.gemm = p, .experts = 1, .x_rows = p.M, .segments = plan.config.segments}, stream);
+    case Path::kTurns:
+      return gemm_detail::launch_turns(p, stream);
     case Path::kLibrary:
       if (!multiply_by_library(p, plan, workspace, stream))
         multiply_simply(p, plan, workspace, stream);

@@ -41,6 +41,7 @@ enum class Path : std::uint8_t {
   kLibrary,  // cuBLASLt
   kSimple,   // any alignment, and float32 without the library
   kGrouped,  // Hopper, dense, where bits may not depend on M: the experts' kernel, of one
+  kTurns,    // Hopper, dense, more rows, an activation: two warpgroups take tiles by turns
 };
 
 struct Shape {
@@ -268,8 +269,29 @@ constexpr bool is_for_few(std::int64_t rows, std::int32_t segments) {
   return rows <= (segments > 1 ? 4 : 2) * kFewRows;
 }
 
+/// Where a kernel with the activation in it beats cuBLASLt and one behind it: where tiles of 128 x
+/// 128 keep four of five SMs busy, to the last wave. H200, bf16: 56 such products of 128 to 8192 rows
+/// took 0.79 to 1.01 of its time, the median 0.88. Not GELU of 512 x 5120 x 1280 (M x N x K), whose
+/// 160 tiles leave a second wave all but empty: 18.9 us and 16.5; nor of 256 x 4096 x 1024, 64 tiles:
+/// 12.2 and 9.6; nor where most of the only row of tiles may be empty, gated SiLU of 80 x 28672 x
+/// 4096: 79.0 and 68.6, with 112 rows 68.5 and 70.3.
+constexpr bool is_for_turns(const Shape& shape) {
+  using enum Activation;
+  constexpr std::int64_t kSide = 128, kLeastRows = 97;
+  const bool fused =
+      shape.activation == kGelu || shape.activation == kGeluTanh || shape.activation == kSiluMul;
+  if (!fused || shape.has_residual || shape.batch_invariant || !shape.hopper || !shape.sm90a ||
+      shape.format != WeightFormat::kDense || shape.dtype == DType::kFloat32 ||
+      shape.M < kLeastRows || shape.K == 0 || !shape.weight_aligned || !shape.whole_vectors ||
+      shape.N % kStripRows != 0)
+    return false;
+  const std::int64_t tiles = ceil_div(shape.M, kSide) * ceil_div<std::int64_t>(shape.N, kSide);
+  return 5 * tiles >= 4 * kBlocksWanted * ceil_div<std::int64_t>(tiles, kBlocksWanted);
+}
+
 constexpr Path path_of(const Shape& shape) {
   if (is_for_grouped(shape)) return Path::kGrouped;
+  if (is_for_turns(shape)) return Path::kTurns;
   if (is_for_hopper_tiles(shape)) {
     if (!shape.byte_x) return Path::kExpand;
     return shape.format == WeightFormat::kInt4 ? Path::kExpandToFp8 : Path::kFp8;

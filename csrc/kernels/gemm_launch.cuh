@@ -31,6 +31,10 @@ void launch_cluster(const GemmParams& params, const gemm_config::Config& config,
 void launch_expand(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 void launch_fp8(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
+/// Hopper, 16 bits: GELU, its tanh form or gated SiLU, and no residual. Operands are aligned to 16
+/// bytes, N is a multiple of 16.
+void launch_turns(const GemmParams& params, Stream stream);
+
 /// Any alignment, float32 arithmetic.
 void launch_simple(const GemmParams& params, float* partials, Stream stream);
 

@@ -1,0 +1,309 @@
+#include <algorithm>
+
+#include "device/dequant.cuh"
+#include "device/matrix_map.cuh"
+#include "device/properties.cuh"
+#include "device/ptx/tensor_copy.cuh"
+#include "device/ptx/wgmma_shared.cuh"
+#include "kernels/gemm_launch.cuh"
+#include "kernels/gemm_sm90.cuh"
+
+/// Dense products of many rows with an activation behind them. H200, bf16 with bias, GELU of 8192 x
+/// 4096 x 1024 (M x N x K): cuBLASLt and a kernel behind it 128.6 us, this one 105.3; gated SiLU of
+/// 4096 x 28672 x 4096 1577 and 1457. The sums without bias and GELU take 95.8, so that 10 us of it
+/// are not hidden. Tried, and slower: half of the weight's rows sent to both blocks of a cluster of
+/// two, 200 us; cluster launches without that 109.8.
+namespace ridgeline::gemm_turns {
+namespace {
+
+using namespace gemm_sm90;
+
+// ---- Constants ----------------------------------------------------------------------------------
+
+constexpr int kSide = 128;      // rows of x, and of the weight, in a tile: 128 sums a thread
+constexpr int kDepth = 64;      // columns of K in a stage: rows of 128 bytes
+constexpr int kSteps = 4;       // of a stage's columns, the depth of one wgmma each
+constexpr int kStepBytes = 32;  // of a row
+constexpr int kStages = 6;      // 192 KB, beside 32 KB on their way to y
+constexpr int kHalves = kSide / kWarpgroupRows;
+constexpr int kEights = kSide / 8;  // of a tile's weight rows
+
+template <class T_, Activation kActivation_>
+struct Tile {
+  using T = T_;
+  static constexpr Activation kActivation = kActivation_;
+  static constexpr bool kGated = is_gated(kActivation);
+  static constexpr int kOutCols = kGated ? kSide / 2 : kSide;
+};
+
+struct Launch {
+  GemmParams gemm;
+  CUtensorMap x, weight, y;
+  Tiles tiles;
+  int steps;  // stages of a tile
+};
+
+using Sums = float[kHalves][kEights][4];
+
+// ---- Shared memory ------------------------------------------------------------------------------
+
+template <class T>
+struct Shared {
+  alignas(1024) std::uint8_t x[kStages][kSide][kRowBytes];
+  alignas(1024) std::uint8_t weight[kStages][kSide][kRowBytes];
+  alignas(1024) T out[kConsumers * 4][2][16][kOutColumns];  // each warp's, two by turns
+  alignas(8) std::uint64_t full[kStages], free[kStages];
+};
+
+// ---- Work ---------------------------------------------------------------------------------------
+
+/// Calls fn(place) for every `step`th tile of this block, from its `first` on.
+template <class Fn>
+__device__ __forceinline__ void for_each_tile(const Launch& launch, int first, int step, Fn&& fn) {
+  const int count = launch.tiles.along_m * launch.tiles.along_n;
+  const int blocks = static_cast<int>(gridDim.x);
+  for (int i = static_cast<int>(blockIdx.x) + first * blocks; i < count; i += step * blocks)
+    fn(place_of(launch.tiles, i));
+}
+
+/// The turn to multiply goes from one warpgroup to the other, so that one multiplies while the other
+/// finishes its tile.
+__device__ __forceinline__ void wait_for_turn(const Consumer& me) {
+  ptx::named_barrier_sync(1 + me.warpgroup, kConsumers * kWarpgroup);
+}
+__device__ __forceinline__ void give_turn_to(int warpgroup) {
+  ptx::named_barrier_arrive(1 + warpgroup, kConsumers * kWarpgroup);
+}
+
+// ---- Producer -----------------------------------------------------------------------------------
+
+template <class T>
+__device__ __forceinline__ void produce(const Launch& launch, Shared<T>& shared) {
+  Ring<kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
+  for_each_tile(launch, 0, 1, [&](const Place& place) {
+    for (int k = 0; k < launch.steps; ++k, ring.next()) {
+      std::uint64_t* full = &shared.full[ring.stage];
+      ptx::mbarrier_wait(&shared.free[ring.stage], ring.parity);
+      ptx::mbarrier_expect(full, 2 * kSide * kRowBytes);
+      ptx::copy_matrix(shared.x[ring.stage], &launch.x, full, k * kDepth, place.m * kSide);
+      ptx::copy_tensor_4d(shared.weight[ring.stage], &launch.weight, full, k * kDepth, 0, 0,
+                          place.n * (kSide / 16));
+    }
+  });
+}
+
+// ---- Consumer -----------------------------------------------------------------------------------
+
+template <class T>
+__device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<T>& shared,
+                                              Ring<kStages>& ring, Sums& sums,
+                                              const Consumer& me) {
+  const auto release = [&](int stage) {
+    if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
+  };
+  int before = -1;
+  for (int k = 0; k < launch.steps; ++k, ring.next()) {
+    const int s = ring.stage;
+    const std::uint64_t x = ptx::swizzled_operand(shared.x[s], 16, 8 * kRowBytes);
+    const std::uint64_t weight = ptx::swizzled_operand(shared.weight[s], 16, 8 * kRowBytes);
+    ptx::mbarrier_wait(&shared.full[s], ring.parity);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i)
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half)
+        ptx::WgmmaShared<kSide, T>::mma(
+            sums[half], x + (half * kWarpgroupRows * kRowBytes + i * kStepBytes) / 16,
+            weight + i * kStepBytes / 16, k != 0 || i != 0);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<1>();
+    if (before >= 0) release(before);
+    before = s;
+  }
+  give_turn_to(1 - me.warpgroup);
+  ptx::wgmma_wait<0>();
+#pragma unroll
+  for (auto& half : sums) ptx::hold_registers(half);
+  release(before);
+}
+
+/// Two biases of the thread's columns in each eight of weight rows; gated, every second eight is
+/// up rows. -0 where there are none, which changes no sum.
+template <class Tile>
+__device__ __forceinline__ void load_bias(const GemmParams& p, int n,
+                                          float2 (&bias)[kEights], const Consumer& me) {
+  using T = typename Tile::T;
+#pragma unroll
+  for (int i = 0; i < kEights; ++i) {
+    const int eight = Tile::kGated ? i / 2 : i, column = n * Tile::kOutCols + eight * 8;
+    const int at = column + me.in_quad * 2 + (Tile::kGated && i % 2 ? p.N / 2 : 0);
+    const bool has = p.bias && column < p.out_cols();
+    const T* of = static_cast<const T*>(p.bias) + at;
+    bias[i] = has ? float2{device::to_float(of[0]), device::to_float(of[1])} : float2{-0.0f, -0.0f};
+  }
+}
+
+/// Each warp's 16 rows through its own boxes, 64 columns of y at a time.
+template <class Tile>
+__device__ __forceinline__ void store_tile(const Launch& launch, Shared<typename Tile::T>& shared,
+                                           const Place& place, const Sums& sums,
+                                           const float2 (&bias)[kEights], const Consumer& me) {
+  using T = typename Tile::T;
+  constexpr int kBoxes = Tile::kOutCols / kOutColumns, kPieces = kOutColumns / 8;
+  const int matrix = me.lane / 8, row = matrix % 2 * 8 + me.lane % 8;
+#pragma unroll
+  for (int box = 0; box < kHalves * kBoxes; ++box) {
+    const int half = box / kBoxes, part = box % kBoxes;
+    auto& out = shared.out[me.warpgroup * 4 + me.warp][box % 2];
+    if (me.lane == 0) ptx::wait_stores_read<1>();
+    __syncwarp();  // the box's last store has been read
+#pragma unroll
+    for (int i = 0; i < kPieces; i += 2) {
+      std::uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const auto sum = [&](int eight, int r) {
+          return float2{__fadd_rn(sums[half][eight][2 * r], bias[eight].x),
+                        __fadd_rn(sums[half][eight][2 * r + 1], bias[eight].y)};
+        };
+        const int piece = part * kPieces + i + j;
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          float2 value = sum(Tile::kGated ? 2 * piece : piece, r);
+          value.x = gemm_detail::activate<T>(Tile::kActivation, value.x);
+          value.y = gemm_detail::activate<T>(Tile::kActivation, value.y);
+          if constexpr (Tile::kGated) {
+            const float2 up = sum(2 * piece + 1, r);
+            value = {__fmul_rn(value.x, up.x), __fmul_rn(value.y, up.y)};
+          }
+          packed[2 * j + r] = pack<T>(value.x, value.y);
+        }
+      }
+      ptx::stmatrix(&out[row][((i + matrix / 2) ^ (row % 8)) * 8], packed);
+    }
+    ptx::fence_async_shared();
+    __syncwarp();  // the box is whole
+    if (me.lane == 0) {
+      ptx::store_matrix(&launch.y, out, place.n * Tile::kOutCols + part * kOutColumns,
+                        place.m * kSide + half * kWarpgroupRows + me.warp * 16);
+      ptx::commit_stores();
+    }
+  }
+}
+
+// ---- Kernel -------------------------------------------------------------------------------------
+
+/// Grid: one block an SM, which takes tiles of 128 rows of x by 128 weight rows in turn. Block: a
+/// thread that brings stages of 64 columns, two warpgroups that take tiles by turns. Shared memory:
+/// six stages, 227 KB in all. float32 sums, one rounding, behind the activation.
+/// 2 M N K flops on the tensor cores bound it: a tile of K = 1024 takes them 8200 cycles, GELU of
+/// it the other warpgroup about half as long.
+template <class Tile>
+__global__ void __launch_bounds__(kThreads, 1)
+    turns_kernel(const __grid_constant__ Launch launch) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char memory[];
+  auto& shared = *reinterpret_cast<Shared<typename Tile::T>*>(memory);
+  ptx::launch_dependents();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::mbarrier_init(&shared.full[i], 1);
+      ptx::mbarrier_init(&shared.free[i], 1);
+    }
+    ptx::fence_mbarrier_init();
+    ptx::prefetch_tensor_map(&launch.x);
+    ptx::prefetch_tensor_map(&launch.weight);
+  }
+  __syncthreads();  // the barriers are made
+  if (threadIdx.x < kWarpgroup) {
+    ptx::release_registers<kProducerRegisters>();
+    if (threadIdx.x != 0) return;
+    ptx::wait_for_dependencies();
+    produce(launch, shared);
+  } else {
+    ptx::take_registers<kConsumerRegisters>();
+    const Consumer me(static_cast<int>(threadIdx.x));
+    Ring<kStages> ring;
+    const auto leave_to_other = [&] {  // its tile's stages
+      ring.stage += launch.steps;
+      ring.parity ^= ring.stage / kStages % 2;
+      ring.stage %= kStages;
+    };
+    if (me.warpgroup == 1) {
+      give_turn_to(0);
+      leave_to_other();
+    }
+    ptx::wait_for_dependencies();
+    for_each_tile(launch, me.warpgroup, kConsumers, [&](const Place& place) {
+      float2 bias[kEights];
+      load_bias<Tile>(launch.gemm, place.n, bias, me);
+      Sums sums;
+      wait_for_turn(me);
+      multiply_tile(launch, shared, ring, sums, me);
+      leave_to_other();
+      store_tile<Tile>(launch, shared, place, sums, bias, me);
+    });
+  }
+#endif
+}
+
+// ---- Launch -------------------------------------------------------------------------------------
+
+/// Boxes of a tile's weight rows: sixteen are two eights, or, gated, eight gates and their up rows.
+CUtensorMap weight_map(const GemmParams& p) {
+  const auto u64 = [](auto v) { return static_cast<cuuint64_t>(v); };
+  const bool gated = is_gated(p.activation);
+  const std::int64_t row = p.weight.stride_row * 2;
+  const cuuint64_t sizes[] = {u64(p.K), 8, 2, u64(p.N / 16)};
+  const cuuint64_t strides[] = {u64(row), u64(gated ? p.N / 2 * row : 8 * row),
+                                u64(gated ? 8 * row : 16 * row)};
+  const cuuint32_t box[] = {kDepth, 8, 2, kSide / 16}, ones[] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = device::tensor_map_encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, const_cast<void*>(p.weight.data), sizes, strides,
+      box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  check(result == CUDA_SUCCESS, "linear: cuTensorMapEncodeTiled refused the weight, code ",
+        static_cast<int>(result));
+  return map;
+}
+
+template <class Tile>
+void launch_tiles(const GemmParams& p, Stream stream) {
+  using T = typename Tile::T;
+  const int element = sizeof(T);
+  const Launch launch{
+      .gemm = p,
+      .x = device::matrix_map({p.x.data, element, p.M, p.K, p.x.stride_row}, kSide, kDepth, true),
+      .weight = weight_map(p),
+      .y = device::matrix_map({p.y, element, p.M, p.out_cols(), p.out_cols()}, 16, kOutColumns,
+                              true),
+      .tiles = {.along_m = static_cast<std::int32_t>(ceil_div<std::int64_t>(p.M, kSide)),
+                .along_n = ceil_div(p.out_cols(), Tile::kOutCols),
+                .together = kTogether},
+      .steps = ceil_div(p.K, kDepth)};
+  const std::int64_t tiles = std::int64_t{launch.tiles.along_m} * launch.tiles.along_n;
+  const int blocks = std::min(device::multiprocessors(), checked_int32(tiles, "linear: tiles"));
+  device::launch_chained<turns_kernel<Tile>>(dim3(blocks), dim3(kThreads), sizeof(Shared<T>),
+                                             stream, launch, "linear");
+}
+
+}  // namespace
+}  // namespace ridgeline::gemm_turns
+
+namespace ridgeline {
+
+void gemm_detail::launch_turns(const GemmParams& p, Stream stream) {
+  using namespace gemm_turns;
+  device::dispatch_half(p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    switch (p.activation) {
+      case Activation::kGelu: return launch_tiles<Tile<T, Activation::kGelu>>(p, stream);
+      case Activation::kGeluTanh: return launch_tiles<Tile<T, Activation::kGeluTanh>>(p, stream);
+      case Activation::kSiluMul: return launch_tiles<Tile<T, Activation::kSiluMul>>(p, stream);
+      default: check(false, "linear: no kernel of two tiles by turns has this activation");
+    }
+  });
+}
+
+}  // namespace ridgeline

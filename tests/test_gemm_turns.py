@@ -1,0 +1,99 @@
+"""Hopper's dense products with an activation in them: the choice, and tiles that end within."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import ridgeline
+from ridgeline import ops
+
+F = torch.nn.functional
+
+
+def path_of(M: int, N: int, K: int, activation: str, dtype: str = "bfloat16") -> str:
+    text = torch.ops.ridgeline.gemm_plan(M, N, K, dtype, "dense", activation, True, False, True)
+    return str(text.split()[0])
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "activation", "path"),
+    [
+        (8192, 4096, "gelu", "turns"),
+        (8192, 4096, "gelu_tanh", "turns"),
+        (8192, 4096, "silu_mul", "turns"),
+        (8192, 4096, "none", "library"),
+        (8192, 4096, "silu", "library"),
+        (8192, 4104, "gelu", "library"),  # the copy engine takes 16 weight rows at a time
+        (385, 4096, "gelu", "turns"),  # 128 tiles
+        (384, 4096, "gelu", "library"),  # 96
+        (512, 5120, "gelu", "library"),  # 160: most SMs have one, some two
+        (96, 28672, "silu_mul", "library"),
+        (97, 28672, "silu_mul", "turns"),
+    ],
+)
+def test_tiles_that_fill_the_sms_are_taken(M: int, N: int, activation: str, path: str) -> None:
+    assert path_of(M, N, 1024, activation) == path
+    assert path_of(M, N, 1024, activation, "float32") == "library"
+
+
+def exact(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    y = F.linear(x, weight, bias)
+    if activation == "silu_mul":
+        gate, up = y.chunk(2, -1)
+        return F.silu(gate) * up
+    return F.gelu(y, approximate="none" if activation == "gelu" else "tanh")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu_mul"])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "bias"),
+    [
+        (1024, 2048, 64, True),  # one stage of K, one tile a block
+        (999, 2000, 72, True),  # rows, weight rows and columns that end within a tile
+        (2049, 4096, 1024, False),  # several tiles a block, one row in the last
+    ],
+)
+def test_equals_the_product_and_its_activation(
+    dtype: torch.dtype, activation: str, M: int, N: int, K: int, bias: bool
+) -> None:
+    """Rows and columns around x and the weight are NaN."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for compute 9.0")
+    generator = torch.Generator("cuda").manual_seed(M)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+    def inside(values: Tensor) -> Tensor:
+        rows, columns = values.shape
+        around = torch.full((rows + 1, columns + 8), math.nan, device="cuda", dtype=dtype)
+        around[:rows, :columns] = values
+        return around[:rows, :columns]
+
+    x, weight = inside(normal(M, K)), inside(normal(N, K) / math.sqrt(K))
+    added = normal(N) if bias else None
+    found = ridgeline.explain("linear", x, weight, added, activation=activation)
+    assert [kernel.name for kernel in found.kernels if "turns_kernel" in kernel.name]
+    ours = ops.linear(x, weight, added, activation=activation)
+    wide = (x.double(), weight.double(), None if added is None else added.double())
+    expected = exact(*wide, activation)
+    theirs = exact(x, weight, added, activation)
+    assert ours.isfinite().all()
+    assert (ours.double() - expected).norm() <= 1.5 * (theirs.double() - expected).norm()
+
+
+@pytest.mark.gpu
+def test_values_that_are_not_finite_stay_in_their_rows() -> None:
+    x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16)
+    x[3, 5], x[300, 7] = math.nan, math.inf
+    ours = ops.linear(x, weight, activation="gelu")
+    theirs = F.gelu(F.linear(x, weight))
+    assert torch.equal(ours.isnan(), theirs.isnan())
+    assert torch.equal(ours.isinf(), theirs.isinf())
