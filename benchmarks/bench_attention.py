@@ -1,4 +1,5 @@
-"""Attention: prefill of 16k tokens against cuDNN and flash, paged decode, and both over fp8."""
+"""Attention: prefill of 16k tokens against cuDNN and flash, paged decode, and both over fp8; a
+decode step from the projection on, as one op and as its parts."""
 
 from __future__ import annotations
 
@@ -200,6 +201,40 @@ def paged(bench: Bench, shape: Shape) -> None:
         contiguous_decode(bench, shape.batch, shape.length, cost, sample.fields())
 
 
+def fresh(bench: Bench, length: int) -> None:
+    """Decode of a sequence alone from what its projection leaves: one op, and its two parts."""
+    shape = Shape(1, length)
+    sample = Cache(bench.device, shape)
+    counters = counters_for(sample)
+
+    def make() -> list[Tensor]:
+        cache = Cache(bench.device, shape)
+        _, k_cache, v_cache, tables, lengths, _ = cache.inputs()
+        heads = (shape.heads, shape.kv_heads, shape.kv_heads)
+        rows = torch.randn(1, sum(heads), shape.dim, device=bench.device, dtype=cache.q.dtype)
+        angles = torch.rand(length, shape.dim // 2, device=bench.device)
+        block, offset = divmod(length - 1, shape.block)
+        slots = tables[0, block : block + 1] * shape.block + offset
+        rotary = [lengths - 1, torch.cat((angles.cos(), angles.sin()), -1), slots]
+        return [*rows.split(heads, 1), *rotary, k_cache, v_cache, tables, lengths]
+
+    def one(*inputs: Tensor) -> Any:
+        return ops.rope_paged_attention(*inputs, counters=counters, weights_ready=True)
+
+    def parts(
+        q: Tensor, k: Tensor, v: Tensor, positions: Tensor, cos_sin: Tensor, slots: Tensor,
+        k_cache: Tensor, v_cache: Tensor, tables: Tensor, lengths: Tensor,
+    ) -> Any:  # fmt: skip
+        ops.rope_write_kv(q, k, v, positions, cos_sin, k_cache, v_cache, slots, weights_ready=True)
+        return ops.paged_attention(q, k_cache, v_cache, tables, lengths, counters=counters)
+
+    bench.compare(
+        op="rope_paged_attention", calls={"ridgeline": one, "ridgeline_parts": parts}, make=make,
+        cost=op_cost("rope_paged_attention", *make()), fields=sample.fields(), reads_only=True,
+        chained=bench.device != "cpu",
+    )  # fmt: skip
+
+
 def mixed_call(bench: Bench, chunks: int, decodes: int) -> None:
     """Chunks of 2048 queries and decodes, all at 4096 keys, in one call, and each alone."""
     for parts in ([2048] * chunks + [1] * decodes, [2048] * chunks, [1] * decodes):
@@ -298,6 +333,8 @@ def main() -> None:
         packed(bench, [4096], "one")
         packed(bench, [2048] * 16, "uniform")
         packed(bench, mixed_lengths(2 * TOKENS), "mixed")
+    for length in [1024] if bench.device == "cpu" else [160, 1024, 4096, 16384]:
+        fresh(bench, length)
     prefix(bench, *((2, 128, 64) if bench.device == "cpu" else (64, 8192, 128)))
     merge(bench)
 
