@@ -126,9 +126,11 @@ void launch(const GemmParams& p, Stream stream) {
   const int shared = kWarps * kStages * params.stage_bytes + sizeof(Barriers) + sums_bytes(p) +
                      round_up(spans, 2) * sizeof(Span) +
                      params.chunks * kChunkBlocks * block_bytes(rows);
-  device::launch_chained<digits_sm90_kernel<T, kSpan, kTiles>>(
-      dim3(blocks), dim3(kThreads + finishers_of(p) * 32),
-      std::max(shared, gemm_config::kShareOfStrips), stream, params, "linear: digits");
+  constexpr auto kKernel = digits_sm90_kernel<T, kSpan, kTiles>;
+  constexpr auto kName = "linear: digits";
+  prefer_shared_memory<kKernel>(kName);
+  device::launch_chained<kKernel>(dim3(blocks), dim3(kThreads + finishers_of(p) * 32),
+                                  std::max(shared, share_of(p)), stream, params, kName);
 }
 
 template <class T, int kSpan>

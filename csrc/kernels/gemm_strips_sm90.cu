@@ -152,12 +152,15 @@ void launch(const GemmParams& p, Stream stream) {
       params.chunks * kChunkCols<kFormat> * 2 + (kFormat == WeightFormat::kFp8 ? 32 : 16);
   const int others = sizeof(Shared) + sums_bytes(p) +
                      static_cast<int>(p.M) * (params.pitch + (params.chunks + 1) * 4);
-  const bool fits = kMostStages * kWarps * kChunkBytes + others <= gemm_config::kShareOfStrips;
-  params.stages = kFormat == WeightFormat::kDense && fits ? kMostStages : kMostStages - 1;
+  const bool fits = kMostStages * kWarps * kChunkBytes + others <= share_of(p);
+  const bool deep = fits && (kFormat == WeightFormat::kDense || p.M == 1);
+  params.stages = deep ? kMostStages : kMostStages - 1;
   const int shared = params.stages * kWarps * kChunkBytes + others;
-  device::launch_chained<strips_sm90_kernel<T, E, kFormat, kFp8X>>(
-      dim3(blocks), dim3(kThreads + finishers_of(p) * 32),
-      std::max(shared, gemm_config::kShareOfStrips), stream, params, "linear: strips");
+  constexpr auto kKernel = strips_sm90_kernel<T, E, kFormat, kFp8X>;
+  constexpr auto kName = "linear: strips";
+  prefer_shared_memory<kKernel>(kName);
+  device::launch_chained<kKernel>(dim3(blocks), dim3(kThreads + finishers_of(p) * 32),
+                                  std::max(shared, share_of(p)), stream, params, kName);
 }
 
 template <class T>
