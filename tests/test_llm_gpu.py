@@ -155,6 +155,22 @@ def test_penalties_work_one_step_ahead(folder: Path):
         assert row.max() - row[tokens[i]] <= tolerance
 
 
+def test_bad_words_work_one_step_ahead(folder: Path, monkeypatch):
+    """Two tokens of the output come no more one after the other; up to there nothing changes."""
+    params = {"temperature": 0, "max_tokens": 24, "ignore_eos": True}
+    with open_llm(folder, batch_invariant=True) as llm:
+        free = llm.generate(PROMPTS, SamplingParams(**params))[3].outputs[0].token_ids
+        pairs = list(zip(free, free[1:]))
+        banned = pairs[5]
+        # The random model's tokens are bytes that no text has.
+        monkeypatch.setattr(llm._parts.tokenizer, "spellings", lambda words: [list(banned)])
+        asked = SamplingParams(**params, bad_words="two tokens")
+        tokens = llm.generate(PROMPTS, asked)[3].outputs[0].token_ids
+    until = pairs.index(banned) + 1
+    assert tokens[:until] == free[:until]
+    assert banned not in zip(tokens, tokens[1:])
+
+
 def test_stopping_in_the_middle_of_a_batch_leaves_the_others_alone(folder: Path):
     with open_llm(folder, batch_invariant=True) as llm:
         whole = [o.outputs[0] for o in llm.generate(PROMPTS, GREEDY)]
