@@ -196,9 +196,11 @@ def plan(
     library: bool = True,
     invariant: bool = False,
     hopper: bool = False,
+    chained: bool = False,
+    norm: bool = False,
 ) -> dict[str, str]:
     text = torch.ops.ridgeline.gemm_plan(
-        M, N, K, dtype, format, activation, library, invariant, hopper
+        M, N, K, dtype, format, activation, library, invariant, hopper, chained, norm
     )
     path, *fields = text.split()
     return {"path": path, **dict(field.split("=") for field in fields)}  # fmt: skip
@@ -221,9 +223,18 @@ def plan(
         (9, {"hopper": True}, "cluster"),
         (64, {"hopper": True}, "cluster"),
         (9, {"hopper": True, "library": False}, "cluster"),
-        (8, {"hopper": True, "format": "int4"}, "digits"),
+        (4, {"hopper": True, "format": "int4"}, "digits"),
+        (5, {"hopper": True, "format": "int4"}, "cluster"),
+        (8, {"hopper": True, "format": "int4", "chained": True}, "digits"),
+        (8, {"hopper": True, "format": "int4", "norm": True}, "digits"),
         (9, {"hopper": True, "format": "int4"}, "cluster"),
-        (9, {"hopper": True, "format": "fp8"}, "cluster"),
+        (4, {"hopper": True, "format": "fp8"}, "strips"),
+        (5, {"hopper": True, "format": "fp8", "chained": True}, "cluster"),
+        (8, {"hopper": True, "format": "fp8", "norm": True}, "strips"),
+        (1, {"hopper": True, "format": "fp8_fp8"}, "strips"),
+        (2, {"hopper": True, "format": "fp8_fp8"}, "cluster"),
+        (4, {"hopper": True, "format": "fp8_fp8", "chained": True}, "strips"),
+        (5, {"hopper": True, "format": "fp8_fp8", "chained": True}, "cluster"),
         (65, {"hopper": True}, "library"),
         (65, {"hopper": True, "format": "int4"}, "expand"),
         (65, {"hopper": True, "format": "fp8"}, "expand"),

@@ -11,7 +11,7 @@ namespace ridgeline::bindings {
 inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                              const std::string& dtype, const std::string& format,
                              const std::string& activation, bool library, bool batch_invariant,
-                             bool hopper) {
+                             bool hopper, bool weights_ready, bool norm) {
   const bool int4 = format == "int4" || format == "int4_fp8";
   const bool fp8 = format == "fp8" || format == "fp8_fp8", int8 = format == "int8";
   check(int4 || fp8 || int8 || format == "dense", "format: expected 'dense', 'int4', 'int4_fp8', ",
@@ -33,7 +33,9 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                  .whole_vectors = true,
                                  .byte_x = int8 || format == "fp8_fp8" || format == "int4_fp8",
                                  .library = library,
-                                 .batch_invariant = batch_invariant};
+                                 .batch_invariant = batch_invariant,
+                                 .chained = weights_ready,
+                                 .normalizes = norm};
   return gemm_config::to_text(gemm_config::choose(shape));
 }
 

@@ -84,7 +84,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "-> Tensor");
   m.def(
       "gemm_plan(int M, int N, int K, str dtype, str format, str activation, bool library, "
-      "bool batch_invariant, bool hopper) -> str");
+      "bool batch_invariant, bool hopper, bool weights_ready=False, bool norm=False) -> str");
 
   m.def(
       "rope(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");

@@ -148,7 +148,9 @@ Plan plan_of(const GemmParams& p) {
                                p.weight.format == WeightFormat::kFp8 && parts_have_scales(p) &&
                                rows_aligned(p.x.data, p.M, p.x.stride_row)),
                     .library = library_takes(p),
-                    .batch_invariant = p.batch_invariant};
+                    .batch_invariant = p.batch_invariant,
+                    .chained = p.weights_ready,
+                    .normalizes = p.x.norm_weight != nullptr};
   Plan plan{.config = gemm_config::choose(shape)};
   plan.prepares = must_prepare(p, plan.config);
   plan.prepared_cols = round_up(p.K, gemm_config::kBlockCols);

@@ -3,73 +3,10 @@
 #include <cstdint>
 
 #include "common/math.h"
-#include "kernels/gemm.h"
+#include "kernels/gemm_shape.h"
 
 /// Which kernel multiplies, and how K and the grid are cut: pure functions of the shape.
 namespace ridgeline::gemm_config {
-
-constexpr int kBlockCols = 64;      // columns of K a pipeline stage holds
-constexpr int kStripRows = 16;      // weight rows a warp multiplies at a time: two n8 operands
-constexpr int kMaxSegments = 8;     // warps a block of the few-row kernel has
-constexpr int kStreamRows = 16;     // the few-row kernel's most rows: one m16 operand
-constexpr int kFewRows = 64;        // up to here own kernels beat the library's
-constexpr int kStripsRows = 8;      // Hopper: the most rows of the strips and the digits kernel
-constexpr int kDigitsCols = 512;    // columns of K that a warp of the latter takes at a time
-constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
-constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
-constexpr int kCodesCols = 16384;   // columns of a row whose codes the strips kernel makes
-constexpr int kTileCols = 128;      // weight rows a block of the tile kernel owns
-constexpr int kWarpsWanted = 1500;  // 11 an SM of 132: with 8 KB each in flight, the bus is full
-constexpr int kBlocksWanted =
-    132;  // fewer tiles than this leave SMs idle: K is split over the grid
-
-/// Shared memory of a block of strips or digits, and of one of the cluster kernel's that has an SM
-/// of its own: two do not fit an SM, but one beside decode attention's does. Where two fitted, those
-/// of products with less x stacked. H200, a token of 8B products, 4 rows: bf16 5.01 ms, so 3.59; fp8
-/// 2.92, 2.64; int4 1.73, 1.44; one row the same.
-constexpr int kShareOfStrips = 114 * 1024;
-
-enum class Path : std::uint8_t {
-  kStrips,   // Hopper, up to 8 rows: each block streams whole strips of the weight
-  kDigits,   // Hopper, int4, up to 8 rows: the same, by the integer tensor cores
-  kCluster,  // Hopper, up to 64 rows, batch-invariant more: tiles of the weight, K cut by a cluster
-  kStream,   // up to 16 rows: each warp streams a strip of the weight
-  kTile,     // shared-memory tiles
-  kExpand,   // Hopper, more rows: a weight of 4 or 8 bits is expanded between memory and wgmma
-  kExpandToFp8,  // Hopper, more rows: int4 is expanded to e4m3, which x is
-  kFp8,      // Hopper, more rows, both operands of 8 bits
-  kLibrary,  // cuBLASLt
-  kSimple,   // any alignment, and float32 without the library
-  kGrouped,  // Hopper, dense, where bits may not depend on M: the experts' kernel, of one
-  kTurns,    // Hopper, dense, more rows, an activation: two warpgroups take tiles by turns
-};
-
-struct Shape {
-  std::int64_t M;
-  std::int32_t N;
-  std::int32_t K;
-  DType dtype;
-  WeightFormat format;
-  Activation activation;
-  std::int32_t group;   // of int4
-  bool sm90a;           // this build and device have wgmma
-  bool has_residual;
-  bool hopper;          // the copy engine and wgmma are there and can reach x and the weight
-  bool weight_aligned;  // 16-byte loads of weight rows are possible
-  bool whole_vectors;   // Hopper's kernels for many rows can reach scales, residual and y
-  bool byte_x;          // x is of 8 bits, and the tensor cores can multiply it so
-  bool library;         // cuBLASLt can be opened
-  bool batch_invariant;
-};
-
-struct Config {
-  Path path;
-  std::int32_t segments;   // K is cut into this many; their sums are added in order
-  bool split;              // a second kernel adds them; else one block or cluster does
-  std::int32_t tile_rows;  // of the kernels that have tiles of x
-  std::int32_t tile_cols;  // of the weight, in Hopper's kernels that have tiles of it
-  bool fused;              // the epilogue is in the product's kernel
-};
 
 /// Gate and up strips pair up only where the halves of the weight are whole strips.
 constexpr bool can_fuse(const Shape& shape) {
@@ -106,8 +43,23 @@ constexpr bool is_for_hopper(const Shape& shape) {
   return int4 ? shape.N % kStripRows == 0 && shape.whole_vectors : shape.weight_aligned;
 }
 
+/// Up to so many rows strips and digits take: more rows are staged by every block, those of the
+/// cluster kernel cost it nothing. Chained, it starts later than they do. H200, us, alone and
+/// chained, strips or digits and cluster, 4096 x 4096: int4, 4 rows 6.5 / 6.0 and 6.3 / 7.7, 8 rows
+/// 8.8 / 8.1 and 6.3 / 7.7; fp8 by bf16 8.1 / 7.4 and 7.1 / 7.9, 9.8 / 9.1 and 7.1 / 7.9; fp8 by
+/// fp8, 2 rows 7.0 / 6.4 and 6.3 / 7.0, 8 rows 7.6 / 7.0 and 6.3 / 7.0. All of it with 4096 x 6144,
+/// 14336 x 4096, 8192 x 8192 and 4096 x 28672: the former from 3% faster to 30% slower.
+constexpr std::int32_t strips_rows(const Shape& shape) {
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
+  if (shape.normalizes || (int4 && (shape.chained || !whole))) return kStripsRows;
+  if (int4) return kStripsRows / 2;
+  if (shape.format != WeightFormat::kFp8) return kStripsRows;
+  return shape.byte_x && !shape.chained ? 1 : kStripsRows / 2;
+}
+
 constexpr bool is_for_strips(const Shape& shape) {
-  return shape.format != WeightFormat::kInt4 && shape.M <= kStripsRows &&
+  return shape.format != WeightFormat::kInt4 && shape.M <= strips_rows(shape) &&
          strips_bytes(shape) <= 2 * kShareOfSm;
 }
 
@@ -120,7 +72,7 @@ constexpr std::int64_t digits_bytes(const Shape& shape) {
 
 /// Groups that divide a chunk or are whole ones.
 constexpr bool is_for_digits(const Shape& shape) {
-  if (shape.format != WeightFormat::kInt4 || shape.M > kStripsRows) return false;
+  if (shape.format != WeightFormat::kInt4 || shape.M > strips_rows(shape)) return false;
   const bool divides = shape.group % kBlockCols == 0 && kDigitsCols % shape.group == 0;
   return (divides || shape.group % kDigitsCols == 0 || shape.group >= shape.K) &&
          digits_bytes(shape) <= 2 * kShareOfSm;
