@@ -153,7 +153,7 @@ struct TileTime {
 constexpr TileTime kFp8Tiles[] = {{128, 256, 0.66, 4.0, 0.0}, {128, 128, 0.34, 3.0, 6.0}};
 constexpr TileTime kExpandToFp8Tiles[] = {{128, 128, 0.60, 5.0, 3.0}};
 constexpr TileTime kExpandTiles[] = {
-    {256, 128, 0.65, 3.0, 0.0}, {128, 256, 0.71, 3.5, 0.0}, {128, 128, 0.45, 3.0, 4.0}};
+    {256, 128, 0.57, 3.8, 0.0}, {128, 256, 0.71, 3.5, 0.0}, {128, 128, 0.375, 3.3, 4.0}};
 
 constexpr double time_of(const Shape& shape, const TileTime& tile, std::int32_t steps,
                          std::int32_t segments) {

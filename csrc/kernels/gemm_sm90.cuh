@@ -212,8 +212,9 @@ struct Columns {
 
 /// The chunk's part of y, neighbouring threads on neighbouring columns. Each product and sum is
 /// rounded by itself, as `finish` does. sums_at(row, column) gives four sums; their rows are scaled
-/// already, or by kScaleRows.
-template <class T, bool kScaleRows, class SumsAt>
+/// already, or by kScaleRows. kAtOnce rows of a thread hide each other's loads, and are code that a
+/// block which runs it once waits for.
+template <class T, bool kScaleRows, int kAtOnce = 2, class SumsAt>
 __device__ __forceinline__ void finish_chunk(const GemmParams& p, SumsAt&& sums_at,
                                              const Part& part, const Columns& columns,
                                              int thread) {
@@ -221,7 +222,7 @@ __device__ __forceinline__ void finish_chunk(const GemmParams& p, SumsAt&& sums_
   const int per_row = part.columns / kEach, column = thread % per_row * kEach;
   const int out_cols = p.out_cols(), n = part.column + column;
   if (n >= out_cols) return;
-#pragma unroll 2
+#pragma unroll kAtOnce
   for (int row = part.begin + thread / per_row; row < part.end; row += kWarpgroup / per_row) {
     const std::int64_t m = part.row + row;
     if (m >= p.M) return;

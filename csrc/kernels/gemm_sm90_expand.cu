@@ -153,8 +153,8 @@ __device__ __forceinline__ void multiply_fp8_tile(Shared<Tile>& shared, Ring<Til
 
 /// 16-bit x times a weight of 4 or 8 bits, or e4m3 x times one of 4, on Hopper. Grid: as many
 /// blocks as SMs; where tiles are fewer, a cluster of blocks for each, which share its columns of
-/// K. A block owns a tile of kRows rows of x by 128 or 256 weight rows at a time; a thread brings
-/// 64 columns of K a stage (128 of e4m3) by the copy engine, another int4's scales. The weight is
+/// K. A block owns a tile of kRows rows of x by 128 or 256 weight rows at a time; threads of
+/// several warps bring 64 columns of K a stage (128 of e4m3) by the copy engine. The weight is
 /// wgmma's first operand: two warpgroups expand it into registers and multiply by the rows of x in
 /// shared memory, accumulating in float32.
 /// Roofline: 2 M N K flops on the tensor cores of x's width.
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   ptx::launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < Tile::kStages; ++i) {
-      ptx::mbarrier_init(&shared.full[i], Tile::kInt4 ? 2 : 1);
+      ptx::mbarrier_init(&shared.full[i], kProducers<Tile>);
       ptx::mbarrier_init(&shared.free[i], kConsumers);
     }
     ptx::fence_mbarrier_init();
@@ -176,9 +176,9 @@ __global__ void __launch_bounds__(kThreads, 1)
 
   if (threadIdx.x < kWarpgroup) {
     ptx::release_registers<kProducerRegisters>();
-    if (threadIdx.x == 0) produce<Tile>(launch, shared);
-    if constexpr (Tile::kInt4)
-      if (threadIdx.x == device::kWarpSize) produce_scales<Tile>(launch, shared);
+    const int warp = device::warp_index();
+    if (threadIdx.x % device::kWarpSize == 0 && warp < kProducers<Tile>)
+      produce<Tile>(launch, shared, warp);
     if (Tile::kSplit) {  // as the consumers do
       ptx::cluster_arrive();
       ptx::cluster_wait();
@@ -239,6 +239,7 @@ void launch_tiles(const GemmParams& p, int segments, Stream stream) {
     if (p.weight.zeros)
       launch.zeros =
           device::matrix_map({p.weight.zeros, 1, groups, p.N, p.N}, 1, Tile::kBoxCols, false);
+    launch.group = device::Divisor::of(p.weight.group);
     launch.groups = p.weight.group % kDepth == 0 || p.weight.group >= p.K ? 1 : 2;
   } else {
     launch.weight = device::matrix_map({p.weight.data, 1, p.N, p.K, p.weight.stride_row},

@@ -2,6 +2,8 @@
 #include <cuda.h>
 
 #include "device/dequant.cuh"
+#include "device/divisor.cuh"
+#include "device/ptx/tensor_copy.cuh"
 #include "kernels/gemm_sm90.cuh"
 
 /// What a block of the kernel for weights of 4 or 8 bits works on, the warp that brings it, and how
@@ -47,6 +49,7 @@ struct Launch {
   int segments;  // of K
   int steps;     // stages, in all
   int groups;    // scales a stage has of each row: 1 or 2; int4
+  device::Divisor group;  // its columns; int4
 };
 
 // ---- Shared memory ------------------------------------------------------------------------------
@@ -101,70 +104,77 @@ __device__ __forceinline__ int first_in_half(int warpgroup) {
   return Tile::kBands == 2 ? warpgroup * kWarpgroupRows : 0;
 }
 
-// ---- Producer -----------------------------------------------------------------------------------
+// ---- Producers ----------------------------------------------------------------------------------
 
-/// x and the weight, by one thread.
+/// How many threads, of a warp each, request parts of a stage: x, the weight, and int4's scales of
+/// either half. A thread takes some 215 cycles a box, products of 64 columns in a tile of 128 x 128
+/// take 512. H200, int4, 4096 x 4096, us, one thread for x and the weight, another for all scales,
+/// and so: 128 rows 16.6 and 15.8, 256 rows 22.1 and 20.4, 512 rows 31.9 and 28.2.
 template <class Tile>
-__device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared) {
-  const GemmParams& p = launch.gemm;
-  constexpr int kBytes = sizeof(shared.x[0]) + sizeof(shared.weight[0]);
-  const auto request_weight = [&](const Work& work, int k, int s) {
-    ptx::mbarrier_expect(&shared.full[s], kBytes);
-    for (int half = 0; half < 2; ++half) {
-      const int row = weight_row<Tile>(launch, work.place.n, half);
-      ptx::copy_matrix(shared.weight[s][half], &launch.weight, &shared.full[s],
-                       k * (Tile::kInt4 ? Tile::kDepth / Int4Layout::kCols * Int4Layout::kWords
-                                        : Tile::kDepth),
-                       Tile::kInt4 ? row / Int4Layout::kRows : row);
-    }
-  };
+constexpr int kProducers = Tile::kInt4 ? 4 : 2;
+
+/// request(work, k, stage) for each stage, `bytes` of it, as soon as it is free.
+template <class Tile, class Request>
+__device__ __forceinline__ void for_each_stage(const Launch& launch, Shared<Tile>& shared,
+                                               int bytes, Request&& request) {
   Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
-  bool waits = true;
   for_each_work<Tile>(launch, [&](const Work& work) {
-    const int ahead = waits && p.weights_ready ? min(Tile::kStages, work.steps) : 0;
-    for (int i = 0; i < ahead; ++i) request_weight(work, work.first_step + i, i);
-    if (waits) ptx::wait_for_dependencies();
-    waits = false;
-    for (int i = 0; i < work.steps; ++i, ring.next()) {
-      const int s = ring.stage, k = work.first_step + i;
-      ptx::mbarrier_wait(&shared.free[s], ring.parity);
-      if (i >= ahead) request_weight(work, k, s);
-      ptx::copy_matrix(shared.x[s], &launch.x, &shared.full[s], k * Tile::kDepth,
-                       work.place.m * Tile::kRows);
+    for (int k = work.first_step; k < work.first_step + work.steps; ++k, ring.next()) {
+      ptx::mbarrier_wait(&shared.free[ring.stage], ring.parity);
+      ptx::mbarrier_expect(&shared.full[ring.stage], bytes);
+      request(work, k, ring.stage);
     }
   });
 }
 
-/// Scales and zero points of int4, by a thread of another warp: one thread that requested all of a
-/// stage took longer than its multiplication.
 template <class Tile>
-__device__ __forceinline__ void produce_scales(const Launch& launch, Shared<Tile>& shared) {
-  const GemmParams& p = launch.gemm;
-  const bool has_zeros = p.weight.zeros != nullptr;
-  const int bytes = launch.groups * 2 * Tile::kBoxCols *
+__device__ __forceinline__ void produce_x(const Launch& launch, Shared<Tile>& shared) {
+  for_each_stage<Tile>(launch, shared, sizeof(shared.x[0]), [&](const Work& work, int k, int s) {
+    ptx::copy_matrix(shared.x[s], &launch.x, &shared.full[s], k * Tile::kDepth,
+                     work.place.m * Tile::kRows);
+  });
+}
+
+template <class Tile>
+__device__ __forceinline__ void produce_weight(const Launch& launch, Shared<Tile>& shared) {
+  constexpr int kAcross =
+      Tile::kInt4 ? Tile::kDepth / Int4Layout::kCols * Int4Layout::kWords : Tile::kDepth;
+  constexpr int kRowsOfOne = Tile::kInt4 ? Int4Layout::kRows : 1;
+  const auto request = [&](const Work& work, int k, int s) {
+    for (int half = 0; half < 2; ++half)
+      ptx::copy_matrix(shared.weight[s][half], &launch.weight, &shared.full[s], k * kAcross,
+                       weight_row<Tile>(launch, work.place.n, half) / kRowsOfOne);
+  };
+  for_each_stage<Tile>(launch, shared, sizeof(shared.weight[0]), request);
+}
+
+/// Scales and zero points of int4, of half of the tile.
+template <class Tile>
+__device__ __forceinline__ void produce_scales(const Launch& launch, Shared<Tile>& shared,
+                                               int half) {
+  const bool has_zeros = launch.gemm.weight.zeros != nullptr;
+  const int bytes = launch.groups * Tile::kBoxCols *
                     static_cast<int>(sizeof(typename Tile::T) + (has_zeros ? 1 : 0));
-  if (!p.weights_ready) ptx::wait_for_dependencies();
-  Ring<Tile::kStages> ring{.parity = 1};
-  for_each_work<Tile>(launch, [&](const Work& work) {
-    const int rows[2] = {weight_row<Tile>(launch, work.place.n, 0),
-                         weight_row<Tile>(launch, work.place.n, 1)};
-    for (int k = work.first_step; k < work.first_step + work.steps; ++k, ring.next()) {
-      const int s = ring.stage;
-      auto& scales = shared.scales[s];
-      ptx::mbarrier_wait(&shared.free[s], ring.parity);
-      ptx::mbarrier_expect(&shared.full[s], bytes);
-      for (int i = 0; i < launch.groups; ++i) {
-        const int group = (k * Tile::kDepth + i * 32) / p.weight.group;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          ptx::copy_matrix(scales.of[i][half], &launch.scales, &shared.full[s], rows[half], group);
-          if (has_zeros)
-            ptx::copy_matrix(scales.zeros[i][half], &launch.zeros, &shared.full[s], rows[half],
-                             group);
-        }
-      }
+  for_each_stage<Tile>(launch, shared, bytes, [&](const Work& work, int k, int s) {
+    auto& scales = shared.scales[s];
+    const int row = weight_row<Tile>(launch, work.place.n, half);
+    for (int i = 0; i < launch.groups; ++i) {
+      const int group = launch.group.divide(k * Tile::kDepth + i * 32);
+      ptx::copy_matrix(scales.of[i][half], &launch.scales, &shared.full[s], row, group);
+      if (has_zeros)
+        ptx::copy_matrix(scales.zeros[i][half], &launch.zeros, &shared.full[s], row, group);
     }
   });
+}
+
+/// What warp `warp` requests, by one thread.
+template <class Tile>
+__device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared, int warp) {
+  ptx::prefetch_tensor_map(warp == 0 ? &launch.x : warp == 1 ? &launch.weight : &launch.scales);
+  if (warp == 0 || !launch.gemm.weights_ready) ptx::wait_for_dependencies();
+  if (warp == 0) return produce_x<Tile>(launch, shared);
+  if (warp == 1) return produce_weight<Tile>(launch, shared);
+  if constexpr (Tile::kInt4) produce_scales<Tile>(launch, shared, warp - 2);
 }
 
 // ---- Weights ------------------------------------------------------------------------------------

@@ -175,7 +175,8 @@ __device__ __forceinline__ void bring_columns(const Launch& launch, Shared<Tile>
                          c % Tile::kBoxCols);
 }
 
-/// The sums of all segments, of which each block of the cluster finishes some rows.
+/// The sums of all segments, of which each block of the cluster finishes some rows: one at a time,
+/// less code to read: H200, int4, 128 rows, 4096 x 4096, 15.9 us by twos and 15.6.
 template <class Tile>
 __device__ __forceinline__ void store_split(const Launch& launch, Shared<Tile>& shared,
                                             const Sums<Tile>& sums, int thread) {
@@ -201,7 +202,7 @@ __device__ __forceinline__ void store_split(const Launch& launch, Shared<Tile>& 
     Columns columns;
     columns.take(first, of.paired ? first + Tile::kBoxCols : first);
     Chunk& chunk = split.chunks[c][of.both ? 0 : me.warpgroup];
-    finish_chunk<typename Tile::T, true>(
+    finish_chunk<typename Tile::T, true, 1>(
         launch.gemm,
         [&](int row, int column) { return chunk.total(row, column, launch.segments); }, of.part,
         columns, me.thread);
