@@ -4,6 +4,7 @@
 #include "bindings/gemm.h"
 #include "bindings/gemm_grouped.h"
 #include "bindings/activation.h"
+#include "bindings/embedding.h"
 #include "bindings/kv_cache.h"
 #include "bindings/norm.h"
 #include "bindings/sampling.h"
@@ -30,6 +31,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CPU, m) {
   register_activation<Cpu>(m);
   register_kv_cache<Cpu>(m);
   register_rope_attention<Cpu>(m);
+  register_embedding<Cpu>(m);
   register_norm<Cpu>(m);
   register_sampling<Cpu>(m);
   register_quantize<Cpu>(m);

@@ -3,6 +3,7 @@
 #include "bindings/activation.h"
 #include "bindings/attention.h"
 #include "bindings/cuda_backend.h"
+#include "bindings/embedding.h"
 #include "bindings/kv_cache.h"
 #include "bindings/gemm.h"
 #include "bindings/gemm_grouped.h"
@@ -68,6 +69,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CUDA, m) {
   register_activation<Cuda>(m);
   register_gemm<Cuda>(m);
   register_grouped_gemm<Cuda>(m);
+  register_embedding<Cuda>(m);
   register_norm<Cuda>(m);
   register_quantize<Cuda>(m);
   register_reduction<Cuda>(m);

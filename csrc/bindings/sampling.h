@@ -44,7 +44,7 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
               const Tensor& top_p, const Tensor& min_p, const Tensor& seeds,
               const Tensor& positions, const OptionalTensor& penalties,
               const OptionalTensor& token_counts, const OptionalTensor& bias,
-              const OptionalTensor& mask) {
+              const OptionalTensor& mask, const OptionalTensor& last_tokens) {
   const Backend on(logits, "logits");
   check_logits(logits);
   SampleParams params{};
@@ -74,6 +74,10 @@ Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top
                                                    logits, params.stride_counts);
   params.bias = logit_values<float>(bias, "bias", DType::kFloat32, logits, params.stride_bias);
   params.mask = logit_values<bool>(mask, "mask", DType::kBool, logits, params.stride_mask);
+  if (last_tokens) {
+    row_values<std::int32_t>(*last_tokens, "last_tokens", DType::kInt32, logits);
+    params.last_tokens = static_cast<std::int32_t*>(last_tokens->data_ptr());
+  }
   const Tensor tokens = empty_on_device_of(logits, {params.rows}, DType::kInt32);
   params.tokens = static_cast<std::int32_t*>(tokens.data_ptr());
   if constexpr (Backend::kIsCuda) {

@@ -30,6 +30,10 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) "
       "-> (Tensor, Tensor)");
 
+  m.def(
+      "embed(Tensor ids, Tensor weight, Tensor? last_tokens, float scale, Tensor? positions, "
+      "Tensor? position_weight) -> Tensor");
+
   m.def("rmsnorm(Tensor x, Tensor weight, float eps, float offset, bool weights_ready) -> Tensor");
   m.def(
       "rmsnorm_quant(Tensor x, Tensor weight, float eps, float offset, str out_quant, "
@@ -109,7 +113,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def(
       "sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
       "Tensor seeds, Tensor positions, Tensor? penalties, Tensor? token_counts, Tensor? bias, "
-      "Tensor? mask) -> Tensor");
+      "Tensor? mask, Tensor(a!)? last_tokens) -> Tensor");
   m.def("top_logprobs(Tensor logits, Tensor tokens, int count) -> (Tensor, Tensor)");
 }
 

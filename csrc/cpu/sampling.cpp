@@ -146,6 +146,7 @@ void sample(const SampleParams& params) {
     using T = typename decltype(type)::type;
     parallel_for_each(params.rows, 16 * std::int64_t{params.vocab}, [&](std::int64_t row) {
       params.tokens[row] = sample_row<T>(params, row);
+      if (params.last_tokens != nullptr) params.last_tokens[row] = params.tokens[row];
     });
   });
 }

@@ -111,10 +111,15 @@ __device__ int list_candidates(const Slice& slice, float bound, float thread_max
   return *ptx::in_block(&shared.listed, 0);
 }
 
+__device__ void put_token(const SampleParams& params, std::int64_t row, int id) {
+  params.tokens[row] = id;
+  if (params.last_tokens != nullptr) params.last_tokens[row] = id;
+}
+
 /// Draws from the listed candidates, of which the first top_k are among: one each thread, which
 /// compares it with all others.
 __device__ void draw_of_list(int count, const device::Mass& mass, std::uint64_t random,
-                             Shared& shared, std::int32_t* token) {
+                             Shared& shared, const SampleParams& params, std::int64_t row) {
   const int own = threadIdx.x;
   const float x = own < count ? shared.candidates.value[own] : kNegativeInfinity;
   const int id = own < count ? shared.candidates.id[own] : device::MinIndex::identity();
@@ -148,14 +153,13 @@ __device__ void draw_of_list(int count, const device::Mass& mass, std::uint64_t 
   std::uint64_t before = 0;
 #pragma unroll 4
   for (int i = 0; i < count; ++i) before += shared.candidates.id[i] < id ? shared.masses[i] : 0;
-  if (before <= target && target - before < weight) *token = id;
+  if (before <= target && target - before < weight) put_token(params, row, id);
 }
 
 /// Draws from all logits of at least a value: the block that has the tile of the token finds it.
 template <class Slice>
 __device__ void draw_of_row(const Slice& slice, float at_least, const device::Mass& mass,
-                            std::uint64_t random, int rank, int blocks, Shared& shared,
-                            std::int32_t* token) {
+                            std::uint64_t random, int rank, int blocks, Shared& shared) {
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   device::MassSum sum;
   slice.for_each([&](const Four& x, int) {
@@ -191,7 +195,7 @@ __device__ void draw_of_row(const Slice& slice, float at_least, const device::Ma
   int id = first;
   for (std::uint64_t passed = scan.before + mass_at(id); passed <= remaining; passed += mass_at(id))
     ++id;
-  *token = id;
+  put_token(slice.params, slice.row, id);
 }
 
 /// Where top_k and top_p cut, from all logits.
@@ -262,11 +266,10 @@ __global__ void __launch_bounds__(kSampleThreads, kBlocksOfSm)
       std::uint64_t{any_group} << 32 | ~threadIdx.x, shared.partial[0]);
   const float largest = device::value_of_pair(first);
   const RowValues& row = shared.row;
-  std::int32_t* token = params.tokens + index;
   if (!(row.temperature >= kGreedyBelow) || largest == kNegativeInfinity) {
     if (rank != device::id_of_pair(first) / own_groups) return;
     const int id = lowest_id(slice, largest, best, shared);
-    if (threadIdx.x == 0) *token = id;
+    if (threadIdx.x == 0) put_token(params, index, id);
     return;
   }
 
@@ -281,7 +284,7 @@ __global__ void __launch_bounds__(kSampleThreads, kBlocksOfSm)
     if (count <= kMaxListed) {
       ptx::cluster_arrive();
       if (rank == 0) {
-        draw_of_list(count, mass, random, shared, token);
+        draw_of_list(count, mass, random, shared, params, index);
         ptx::cluster_wait();  // every block has read the count
       }
       return;
@@ -291,7 +294,7 @@ __global__ void __launch_bounds__(kSampleThreads, kBlocksOfSm)
   }
   std::uint32_t cut = ordered_key(kNegativeInfinity);
   if (has_k || row.top_p < 1.0f) cut = find_cut(slice, has_k, mass, shared);
-  draw_of_row(slice, from_ordered_key(cut), mass, random, rank, blocks, shared, token);
+  draw_of_row(slice, from_ordered_key(cut), mass, random, rank, blocks, shared);
 }
 
 }  // namespace

@@ -36,6 +36,7 @@ struct SampleParams {
   const bool* mask;                // [rows, vocab], false: excluded; or null
   std::int64_t stride_mask;
   std::int32_t* tokens;            // [rows]
+  std::int32_t* last_tokens;       // the same once more, or null
 };
 
 /// Log-probabilities of a token and of the `count` most likely tokens of each row, from the logits

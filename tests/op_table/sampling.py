@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -180,6 +181,40 @@ SAMPLE = OpCase(
     ],
 )
 
+
+def _sample_twice(last_tokens: Tensor, **inputs: Any) -> tuple[Tensor, ...]:
+    """The tokens once more, in place of ``last_tokens``."""
+    tokens = _sample(**inputs)
+    assert isinstance(tokens, Tensor)
+    return tokens, tokens
+
+
+SAMPLE_LAST = OpCase(
+    name="sample",
+    op=ridgeline.ops.sample,
+    reference=_sample_twice,
+    bound=_close,
+    mutates=("last_tokens",),
+    samples=[
+        Sample(
+            "tokens at a second place: greedy, drawn of a list, drawn of the row",
+            **_rows(12, 1000),
+            last_tokens=full((12,), -7, torch.int32),
+        ),
+        Sample(
+            "some rows of a longer one", **_rows(3, 9), last_tokens=full((8,), -7, torch.int32)[2:5]
+        ),
+    ],
+    errors=[
+        Error(r"last_tokens: expected shape \[2\]", **_rows(2, 16), last_tokens=_int32([0, 0, 0])),
+        Error(
+            r"last_tokens: expected dtype int32",
+            **_rows(2, 16),
+            last_tokens=tensor([0, 0], torch.int64),
+        ),
+    ],
+)
+
 TOP_LOGPROBS = OpCase(
     name="top_logprobs",
     op=ridgeline.ops.top_logprobs,
@@ -206,4 +241,4 @@ TOP_LOGPROBS = OpCase(
     ],
 )
 
-CASES = [SAMPLE, TOP_LOGPROBS]
+CASES = [SAMPLE, SAMPLE_LAST, TOP_LOGPROBS]

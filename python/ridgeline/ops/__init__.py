@@ -12,6 +12,7 @@ from ridgeline.ops.attention import (
     merge_attention,
     paged_attention,
 )
+from ridgeline.ops.embedding import embed
 from ridgeline.ops.gemm import int4_linear, linear
 from ridgeline.ops.gemm_fp8 import fp8_linear
 from ridgeline.ops.gemm_int8 import int8_linear
@@ -38,6 +39,7 @@ __all__ = [
     "attention_workspace_bytes",
     "bias_gelu",
     "copy_blocks",
+    "embed",
     "fp8_linear",
     "gelu_mul",
     "grouped_fp8_linear",

@@ -26,6 +26,7 @@ def sample(
     bias: Tensor | None = None,
     mask: Tensor | None = None,
     logprobs: int = 0,
+    last_tokens: Tensor | None = None,
 ) -> Sampled:
     """One token a row, a pure function of the row, its parameters, its seed and its position.
 
@@ -56,6 +57,8 @@ def sample(
         mask: bool ``[rows, vocab]``; false excludes the token.
         logprobs: also the log-probabilities of the chosen and of this many most likely tokens,
             from ``logits`` as given: before penalties, bias, mask and temperature.
+        last_tokens: int32 ``[rows]``, receives the tokens too: where :func:`embed` of the next
+            step looks for them.
 
     Returns:
         int32 tokens ``[rows]``; with ``logprobs > 0`` (tokens, float32 logprobs, int32 ids), the
@@ -90,6 +93,7 @@ def sample(
         token_counts,
         bias,
         mask,
+        last_tokens,
     )
     return (tokens, *_ops.top_logprobs(logits, tokens, logprobs)) if logprobs else tokens
 
