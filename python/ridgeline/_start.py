@@ -105,9 +105,7 @@ class Starter:
             context = min(context, (num_blocks - 1) * options.block_size)
         host_blocks = swap_blocks(layout, options.swap_space)
         graph_bytes = taken.get("graph pool", self.plan.predicted("graph pool"))
-        runner = self._make(
-            decoder, num_blocks, context, host_blocks, max(graph_bytes - self._logits_bytes, 0)
-        )
+        runner = self._make(decoder, num_blocks, context, host_blocks, graph_bytes)
         cost = step_cost(self._config, layout, self._dtype, options.quantization, self._roofs)
         if cost and self._use_graphs:
             cost["sizes"] = mixed_tokens(options.max_num_batched_tokens)
@@ -129,12 +127,6 @@ class Starter:
         }
         machine = "unknown machine" if self._roofs is None else self._roofs.name
         return Started(runner, settings, machine, self._account(taken, num_blocks))
-
-    @property
-    def _logits_bytes(self) -> int:
-        """Of the logits that all graphs leave at one place."""
-        rows = self._options.max_num_seqs * self._use_graphs
-        return rows * self._config.vocab_size * self._dtype.itemsize
 
     def _make(
         self, decoder: Decoder, blocks: int, context: int, host_blocks: int, graph_bytes: int
@@ -171,9 +163,9 @@ class Starter:
             torch.cuda.synchronize(device)
             peaks_of.append(torch.cuda.max_memory_allocated(device) - before - static)
         return {
-            "step buffers": static - self._logits_bytes,
+            "step buffers": static,
             "activations of prefill": peaks_of[0],
-            "graph pool": max(peaks_of[1:], default=0) + self._logits_bytes,
+            "graph pool": max(peaks_of[1:], default=0),
         }
 
     def _account(self, taken: dict[str, int], num_blocks: int) -> tuple[MemoryLine, ...]:

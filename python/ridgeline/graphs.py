@@ -115,13 +115,40 @@ class StepBuffers:
         return self._arena[: len(arena)], self._arena[start:size]
 
 
+class _Graph(NamedTuple):
+    """A captured step, and where it leaves its logits."""
+
+    graph: torch.cuda.CUDAGraph
+    logits: Tensor
+
+
+class _Memory:
+    """What PyTorch asks for the address of memory that it shall not own."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "shape": (tensor.nbytes,),
+            "typestr": "|u1",
+        }
+
+
+def borrowed(tensor: Tensor) -> Tensor:
+    """The same memory, without keeping it: of a graph's pool, which other graphs may use again.
+
+    A copy of the logits to one place would take 15 us at 128 rows of 128256 (H200), logits of its
+    own for each graph 1 GB.
+    """
+    memory = torch.as_tensor(_Memory(tensor), device=tensor.device)
+    return memory.view(tensor.dtype).view(tensor.shape)
+
+
 class StepGraphs:
     """Captured steps by key, made when first needed; all use one memory pool.
 
     Attributes:
         replays: steps that replayed one.
-        logits: ``[max_num_seqs, vocab]``, where every step leaves its rows. That costs a copy of
-            them, and spares the pool a tensor of logits for each graph.
     """
 
     def __init__(
@@ -130,12 +157,10 @@ class StepGraphs:
         max_tokens: int,
         max_blocks: int,
         block_size: int,
-        vocab: int,
         pool_bytes: int,
-        like: Tensor,
+        device: torch.device,
     ) -> None:
-        """``max_tokens``: of a step. ``max_blocks``: of a sequence. ``like``: a tensor of the
-        logits' dtype and device.
+        """``max_tokens``: of a step. ``max_blocks``: of a sequence.
 
         ``pool_bytes``: what the largest step takes. The pool has them from the first capture on:
         graphs that come in order of size would each take what the smaller ones cannot lend.
@@ -147,9 +172,9 @@ class StepGraphs:
         self._lone_blocks = min(LONE_KEYS // block_size, max_blocks)
         self._lone_keys = self._lone_blocks * block_size
         self._pool_bytes = pool_bytes
-        self.logits = like.new_empty((max_num_seqs, vocab))
+        self._device = device
         self.replays = 0
-        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[GraphKey, _Graph] = {}
 
     def key(self, batch: engine.Batch, shared_blocks: int) -> GraphKey | None:
         """The smallest graph that holds a step, or None."""
@@ -169,31 +194,30 @@ class StepGraphs:
         return GraphKey(size, size, size, 1, shared_bucket(shared_blocks), blocks)
 
     def run(self, key: GraphKey, compute: Callable[[], Tensor]) -> Tensor:
-        """The logits that ``compute`` returns, at their fixed place.
+        """The logits that ``compute`` returns, valid until the next run.
 
         Requires: ``compute`` reads and writes fixed addresses, the same ones for the same key.
         """
-        rows = key.rows
-        graph = self._graphs.get(key)
-        if graph is None:
+        step = self._graphs.get(key)
+        if step is None:
             # The first run loads kernels and opens libraries, which a capture must not do. That
             # the step is then run a second time changes nothing: it writes the same values.
             compute()
             graph = torch.cuda.CUDAGraph()
             first = next(iter(self._graphs.values()), None)
-            pool = None if first is None else first.pool()
+            pool = None if first is None else first.graph.pool()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 if first is None:  # freed at once: the pool keeps the memory
-                    torch.empty(self._pool_bytes, dtype=torch.uint8, device=self.logits.device)
-                self.logits[:rows].copy_(compute())
-            self._graphs[key] = graph
-        graph.replay()
+                    torch.empty(self._pool_bytes, dtype=torch.uint8, device=self._device)
+                logits = compute().contiguous()
+            step = self._graphs[key] = _Graph(graph, borrowed(logits))
+        step.graph.replay()
         self.replays += 1
-        return self.logits[:rows]
+        return step.logits
 
     def clear(self) -> None:
-        for graph in self._graphs.values():
-            graph.reset()
+        for step in self._graphs.values():
+            step.graph.reset()
         self._graphs.clear()
 
     def __len__(self) -> int:

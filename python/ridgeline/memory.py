@@ -105,7 +105,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """The plan; nothing is allocated. ``stored_weights``: bytes of weights that are quantised in
     their files, 0: they are not."""
-    size, vocab = dtype.itemsize, config.vocab_size
+    size = dtype.itemsize
     blocks = -(-max_model_len // layout.block_size)
     buffers = 4 * StepBuffers.words(
         max_num_seqs=max_num_seqs,
@@ -134,8 +134,7 @@ def plan_memory(
         decode = _activations(config, size, max_num_seqs, max_num_seqs, workspace(max_num_seqs, 1))
         tokens, seqs = mixed_tokens(max_num_batched_tokens)[-1], mixed_seqs(max_num_seqs)[-1]
         mixed = _activations(config, size, tokens, seqs, workspace(seqs + 1, tokens))
-        pool = max(decode, mixed) + max_num_seqs * vocab * size
-        lines.append(MemoryLine("graph pool", pool * graphs))
+        lines.append(MemoryLine("graph pool", max(decode, mixed) * graphs))
         lines.append(MemoryLine("context and kernels", CONTEXT_BYTES))
     return MemoryPlan(tuple(lines), budget, layout, num_blocks)
 

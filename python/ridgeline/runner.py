@@ -93,7 +93,7 @@ class Runner:
         graph_bytes: int = 0,
         host_blocks: int = 0,
     ) -> None:
-        """``graph_bytes``: what the largest step that gets a graph takes besides its logits."""
+        """``graph_bytes``: what the largest step that gets a graph takes."""
         device, vocab = model.embedding.device, model.config.vocab_size
         self._model = model
         self._cache = cache
@@ -116,9 +116,8 @@ class Runner:
                 limits.max_num_batched_tokens,
                 limits.max_blocks_per_seq,
                 cache.block_size,
-                vocab,
                 graph_bytes,
-                like=model.embedding,
+                device,
             )
         self.sampling = Sampler(device, vocab)
         self.asynchronous = device.type == "cuda"
@@ -197,8 +196,8 @@ class Runner:
         """Block-table entries that changed, and copies of blocks about to be written."""
         updates, copies = step.table_updates, step.copies
         if updates.shape[0]:
-            row, column, block = updates.long().unbind(1)
-            self._buffers.block_tables[row, column] = block.int()
+            row, column = updates[:, :2].long().unbind(1)
+            self._buffers.block_tables[row, column] = updates[:, 2]
         if copies.shape[0]:
             cache = self._cache
             for layer in zip(cache.k, cache.v, cache.k_scale, cache.v_scale, strict=True):
@@ -219,25 +218,23 @@ class Runner:
 
         ``blocks``: no sequence has more. Attention takes workspace for so many.
         """
-        ids = step.input_ids
-        if self.asynchronous:
-            # A negative id stands for a token that the step before, maybe still running, sampled.
-            last = self._buffers.last_tokens.index_select(0, (-1 - ids).clamp_(min=0))
-            ids = torch.where(ids < 0, last, ids)
+        tables = self._buffers.block_tables[:, :blocks]
         inputs = StepInputs(
-            input_ids=ids,
+            input_ids=step.input_ids,
             positions=step.positions,
             slots=step.slots,
             seq_lens=step.seq_lens,
             # One token is one sequence's: attention has a faster way then (docs/attention.md).
-            cu_q=step.cu_q if ids.shape[0] > 1 else None,
-            block_tables=self._buffers.block_tables[:, :blocks].index_select(0, step.table_rows),
+            cu_q=step.cu_q if step.input_ids.shape[0] > 1 else None,
+            block_tables=ops.embed(step.table_rows, tables),
             max_q=max_q,
+            # A negative id stands for a token that the step before, maybe still running, sampled.
+            last_tokens=self._buffers.last_tokens if self.asynchronous else None,
             counters=self._counters,
             shared_blocks=shared,
         )
         hidden, rows = self._model.hidden_states(inputs, self._cache), step.logits_rows
-        return hidden if hidden.shape[0] == rows.shape[0] == 1 else hidden.index_select(0, rows)
+        return hidden if hidden.shape[0] == rows.shape[0] == 1 else ops.embed(rows, hidden)
 
     def _logits(self, step: _StepArrays, key: GraphKey) -> Tensor:
         return self._model.logits(self._hidden(step, key.max_q, key.blocks, key.shared_blocks))
@@ -262,10 +259,10 @@ class Runner:
                 assert logits is not None
                 part = logits[first:end]
             positions = step.row_positions[first:end]
-            parts.append(self.sampling.sample(part, words, positions, plan, first))
+            last_tokens = self._buffers.last_tokens[first:end]
+            parts.append(self.sampling.sample(part, words, positions, plan, first, last_tokens))
         pieces = [t for t, _ in parts] or [step.row_positions[:0]]
         tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        self._buffers.last_tokens[:rows].copy_(tokens)
         logprobs = [pair for _, pair in parts if pair is not None]
         joined = None
         if logprobs:

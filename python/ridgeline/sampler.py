@@ -131,7 +131,13 @@ class Sampler:
         torch.index_select(self._reals, 1, row_seq_ids, out=reals)
 
     def sample(
-        self, logits: Tensor, words: Tensor, positions: Tensor, plan: RowPlan | None, first: int
+        self,
+        logits: Tensor,
+        words: Tensor,
+        positions: Tensor,
+        plan: RowPlan | None,
+        first: int,
+        last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Tokens of some rows, int32, and their (log-probabilities, ids) if the plan wants any.
 
@@ -139,6 +145,7 @@ class Sampler:
             logits: ``[rows, vocab]``, rows ``first`` and on of the step.
             words: what :meth:`fill` wrote for all rows of the step, on the device.
             positions: of these rows, int32.
+            last_tokens: int32, one of these rows each: receives the tokens too.
         """
         count, total = logits.shape[0], words.shape[0] // _WORDS
         own = slice(first, first + count)
@@ -161,6 +168,7 @@ class Sampler:
             penalties=penalties,
             token_counts=counts,
             bias=bias,
+            last_tokens=last_tokens,
         )
         assert isinstance(tokens, Tensor)
         if plan is None:

@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from ridgeline import ops
 from ridgeline.kv_cache import KVCache
@@ -27,6 +26,7 @@ class StepInputs:
             each has one.
         block_tables: ``[seqs, max_blocks]``.
         max_q: the most tokens of one sequence.
+        last_tokens: what negative ids stand for, as in :func:`ridgeline.ops.embed`.
         counters: of :func:`ridgeline.ops.paged_attention`, for any step of the model.
         shared_blocks: leading blocks of their tables that all sequences have in common.
     """
@@ -38,6 +38,7 @@ class StepInputs:
     cu_q: Tensor | None
     block_tables: Tensor
     max_q: int
+    last_tokens: Tensor | None = None
     counters: Tensor | None = None
     shared_blocks: int = 0
 
@@ -93,18 +94,22 @@ class Decoder:
     head: Linear
     batch_invariant: bool = False
 
-    def embed(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+    def embed(
+        self, input_ids: Tensor, positions: Tensor, last_tokens: Tensor | None = None
+    ) -> Tensor:
         """What the first layer reads: ``[tokens, hidden]``."""
-        residual = embedding(input_ids, self.embedding)
-        if self.embedding_scale != 1:
-            residual = residual * self.embedding_scale
-        if self.positions is not None:
-            residual = residual + embedding(positions, self.positions)
-        return residual
+        return ops.embed(
+            input_ids,
+            self.embedding,
+            last_tokens,
+            scale=self.embedding_scale,
+            positions=None if self.positions is None else positions,
+            position_weight=self.positions,
+        )
 
     def hidden_states(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Runs the layers and writes the cache; the normed output ``[tokens, hidden]``."""
-        residual = self.embed(inputs.input_ids, inputs.positions)
+        residual = self.embed(inputs.input_ids, inputs.positions, inputs.last_tokens)
         if residual.shape[0] <= self.folded_rows:
             return self._folded_states(residual, inputs, cache)
         first, *rest = self.layers
