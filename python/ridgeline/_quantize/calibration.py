@@ -91,8 +91,9 @@ class Layerwise:
 
     def embed(self, ids: Tensor) -> Tensor:
         """``[count, tokens]`` to ``[count, tokens, hidden]``."""
-        positions = torch.arange(self._window, device=self._device).repeat(len(ids))
-        hidden = self._ends.embed(ids.to(self._device).flatten(), positions)
+        ids = ids.to(self._device)
+        positions = torch.arange(self._window, dtype=ids.dtype, device=self._device)
+        hidden = self._ends.embed(ids.flatten(), positions.repeat(len(ids)))
         return hidden.unflatten(0, (len(ids), -1))
 
     def run(self, one: Decoder, hidden: Tensor, *, advance: bool) -> None:
