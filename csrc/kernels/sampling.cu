@@ -230,12 +230,12 @@ __device__ std::uint32_t find_cut(const Slice& slice, bool has_k, const device::
 /// thresholds are found by rounds of histograms over the cluster, each warp adds up the mass of its
 /// ids, and the block of the warp that is hit draws. Bytes: the logits once, and twice or more what
 /// does not fit where a row needs masses (two fifths of 128 rows of 128256).
-template <class T, bool kAdjusted>
+template <class T>
 __global__ void __launch_bounds__(kSampleThreads, kBlocksOfSm)
     sample_kernel(const __grid_constant__ SplitParams split) {
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& shared = *reinterpret_cast<Shared*>(memory);
-  using Slice = LogitSlice<T, kAdjusted>;
+  using Slice = LogitSlice<T>;
   const SampleParams& params = split.params;
   const int rank = ptx::cluster_rank(), blocks = ptx::cluster_blocks();
   const std::int64_t index = blockIdx.x / blocks;
@@ -320,33 +320,31 @@ int blocks_of_row(const SampleParams& params, int most) {
 
 void sample(const SampleParams& params, Stream stream) {
   if (params.rows == 0) return;
-  const bool adjusted =
-      params.penalties != nullptr || params.bias != nullptr || params.mask != nullptr;
-  device::dispatch_float(params.dtype, [&](auto type) {
-    dispatch_bool(adjusted, [&](auto is_adjusted) {
-      using T = typename decltype(type)::type;
-      constexpr auto kKernel = sample_kernel<T, is_adjusted>;
-      static const bool is_new = device::can_wait(kKernel);  // the code knows clusters
-      const bool has_clusters = is_new && device::attribute(cudaDevAttrClusterLaunch) != 0;
-      const bool is_hopper = device::attribute(cudaDevAttrComputeCapabilityMajor) == 9;
-      const int blocks =
-          blocks_of_row(params, !has_clusters ? 1 : is_hopper ? kMaxBlocks : kMaxBlocks / 2);
-      if (blocks > 8)  // more than every device takes
-        device::cuda_check(
-            cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
-            "sample");
-      constexpr int kReserved = 1024, kStepBytes = 4 * kSampleWarps * kSliceIds;
-      const int memory = device::attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
-      const int room = memory / kBlocksOfSm - kReserved - static_cast<int>(sizeof(Shared));
-      const int steps = std::min(ids_of_warp(params.vocab, blocks) / kSliceIds,
-                                 std::max(room, 0) / kStepBytes);
-      const SplitParams split{params, steps * kSliceIds};
-      const dim3 grid(checked_int32(params.rows * blocks, "sample: rows"));
-      device::launch_chained<kKernel>(grid, dim3(kSampleThreads),
-                                      sizeof(Shared) + std::size_t{kStepBytes} * steps, stream,
-                                      split, "sample", blocks);
-    });
-  });
+  const auto start = [&](auto type) {
+    constexpr auto kKernel = sample_kernel<typename decltype(type)::type>;
+    static const bool is_new = device::can_wait(kKernel);  // the code knows clusters
+    const bool has_clusters = is_new && device::attribute(cudaDevAttrClusterLaunch) != 0;
+    const bool is_hopper = device::attribute(cudaDevAttrComputeCapabilityMajor) == 9;
+    const int blocks =
+        blocks_of_row(params, !has_clusters ? 1 : is_hopper ? kMaxBlocks : kMaxBlocks / 2);
+    if (blocks > 8)  // more than every device takes
+      device::cuda_check(
+          cudaFuncSetAttribute(kKernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1),
+          "sample");
+    constexpr int kReserved = 1024, kStepBytes = 4 * kSampleWarps * kSliceIds;
+    const int memory = device::attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor);
+    const int room = memory / kBlocksOfSm - kReserved - static_cast<int>(sizeof(Shared));
+    const int steps = std::min(ids_of_warp(params.vocab, blocks) / kSliceIds,
+                               std::max(room, 0) / kStepBytes);
+    const SplitParams split{params, steps * kSliceIds};
+    const dim3 grid(checked_int32(params.rows * blocks, "sample: rows"));
+    device::launch_chained<kKernel>(grid, dim3(kSampleThreads),
+                                    sizeof(Shared) + std::size_t{kStepBytes} * steps, stream,
+                                    split, "sample", blocks);
+  };
+  if (params.penalties != nullptr || params.bias != nullptr || params.mask != nullptr)
+    return start(Type<AdjustedLogit>{});
+  device::dispatch_float(params.dtype, start);
 }
 
 }  // namespace ridgeline
