@@ -107,9 +107,9 @@ __device__ __forceinline__ int first_in_half(int warpgroup) {
 // ---- Producers ----------------------------------------------------------------------------------
 
 /// How many threads, of a warp each, request parts of a stage: x, the weight, and int4's scales of
-/// either half. A thread takes some 215 cycles a box, products of 64 columns in a tile of 128 x 128
-/// take 512. H200, int4, 4096 x 4096, us, one thread for x and the weight, another for all scales,
-/// and so: 128 rows 16.6 and 15.8, 256 rows 22.1 and 20.4, 512 rows 31.9 and 28.2.
+/// either half. One thread took 650 cycles for x and the weight; the products of 64 columns in a
+/// tile of 128 x 128 take 512. H200, int4, 4096 x 4096, us, where another asked for all scales, and
+/// so: 128 rows 16.6 and 15.8, 256 rows 22.1 and 20.4, 512 rows 31.9 and 28.2.
 template <class Tile>
 constexpr int kProducers = Tile::kInt4 ? 4 : 2;
 
@@ -197,6 +197,11 @@ struct Weights {
   device::Pair<T> scale[Tile::kBands][2], zero[Tile::kBands][2];  // int4
   const float* blocks[Tile::kBands];                              // fp8: scales of 128 columns each
   float block_scale[Tile::kBands];
+  // int4: whether there are zero points, and where the lane's words, scales and zero points lie in
+  // a stage. Instructions beside products slow those down: where places were made anew each stage,
+  // 128 and 256 rows of 14336 x 4096 took 35.7 and 51.5 us, so 34.7 and 49.5 (H200).
+  bool has_zeros;
+  int words_at[Tile::kBands], scales_at[Tile::kBands], zeros_at[Tile::kBands];
 
   __device__ __forceinline__ int row() const {
     return first_in_half<Tile>(me.warpgroup) + me.warp * 16 + me.quad;
@@ -204,21 +209,35 @@ struct Weights {
 
   __device__ __forceinline__ void load_scales(int stage, int group) {
     const auto& scales = shared.scales[stage];
-    const bool has_zeros = launch.gemm.weight.zeros != nullptr;
 #pragma unroll
     for (int band = 0; band < Tile::kBands; ++band)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int half = half_of<Tile>(me.warpgroup, band);
-        const T value = scales.of[group][half][row() + 8 * r];
+        const T value = scales.of[group][0][scales_at[band] + 8 * r];
         scale[band][r] = device::Pair<T>{value, value};
-        zero[band][r] = device::int4_zero<T>(
-            has_zeros ? scales.zeros[group][half][row() + 8 * r] : Int4Layout::kSymmetricZero);
       }
+    if (!has_zeros) return;
+#pragma unroll
+    for (int band = 0; band < Tile::kBands; ++band)
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        zero[band][r] = device::int4_zero<T>(scales.zeros[group][0][zeros_at[band] + 8 * r]);
   }
 
   __device__ __forceinline__ void start(const Work& work) {
     const GemmParams& p = launch.gemm;
+    if constexpr (Tile::kInt4) {
+      has_zeros = p.weight.zeros != nullptr;
+#pragma unroll
+      for (int band = 0; band < Tile::kBands; ++band) {
+        const int half = half_of<Tile>(me.warpgroup, band), block = row() / Int4Layout::kRows;
+        words_at[band] = ptx::opaque(half * Tile::kBoxBytes +
+                                     block * Int4Layout::kWords * 4 + me.lane * 16);
+        scales_at[band] = ptx::opaque(half * Tile::kBoxCols + row());
+        zeros_at[band] = ptx::opaque(half * round_up(Tile::kBoxCols, 128) + row());
+        for (auto& value : zero[band]) value = device::int4_zero<T>(Int4Layout::kSymmetricZero);
+      }
+    }
 #pragma unroll
     for (int band = 0; band < Tile::kBands; ++band) {
       if (!Tile::kBlocks) continue;
@@ -236,10 +255,7 @@ struct Weights {
     for (int band = 0; band < Tile::kBands; ++band) {
       if (Tile::kBlocks) block_scale[band] = blocks[band][k / (kScaleBlock / Tile::kDepth)];
       if constexpr (Tile::kInt4) {
-        const int block = row() / Int4Layout::kRows;
-        const uint4 v = *reinterpret_cast<const uint4*>(
-            &shared.weight[stage][half_of<Tile>(me.warpgroup, band)]
-                          [block * Int4Layout::kWords * 4 + me.lane * 16]);
+        const uint4 v = *reinterpret_cast<const uint4*>(&shared.weight[stage][0][words_at[band]]);
         words[band][0] = v.x;
         words[band][1] = v.y;
         words[band][2] = v.z;
