@@ -72,12 +72,13 @@ struct ChunkWalk {
 /// or it beside the one before, and requests its weights while that one waits for x; but two of the
 /// next never fit where a block is, for in a layer such products and others come by turns. Up to so
 /// many columns, so that the products between have room for their x. H200, lab, a token of 8B
-/// products and attention, 200 keys, us, with an SM for each block and so: fp8 2204 and 2161, int4
-/// 1477 and 1459, bf16 3606 and 3597.
+/// products and attention, 200 keys, us, with an SM for each block and so: fp8 2193 and 2157, int4
+/// 1474 and 1451, bf16 3569 and 3596, so not where weights keep the bus busy for so much longer.
 constexpr int kColumnsOfPairs = 4096;
 
 inline int share_of(const GemmParams& p) {
-  const bool pairs = p.M == 1 && p.x.norm_weight != nullptr && p.K <= kColumnsOfPairs;
+  const bool pairs = p.M == 1 && p.x.norm_weight != nullptr && p.K <= kColumnsOfPairs &&
+                     p.weight.format != WeightFormat::kDense;
   return pairs ? gemm_config::kShareOfSm : gemm_config::kShareOfStrips;
 }
 
@@ -224,17 +225,20 @@ __device__ void finish_strips(const GemmParams& p, const StripOrder& order, Stri
     Operands own, up;
     if (weight_row < p.N) load_of_column<T>(own, p, n);
     if (weight_row < p.N && paired) load_of_column<T>(up, p, weight_row);
+    const auto load_row = [&](int m) {
+      load_of_row<T>(own, p, m, n);
+      if (p.x.to_codes) own.x_scale = *code_scale;
+      else if (p.x.norm_weight) own.x_scale = norm_factor(p, squares.sum(m));
+    };
     // Those of the first outputs ahead of the sums, too.
-    if (weight_row < p.N && begin < each) load_of_row<T>(own, p, begin / kStripRows, n);
+    if (weight_row < p.N && begin < each) load_row(begin / kStripRows);
     if (paired) barriers.wait_done(strip - 1);
     barriers.wait_done(strip);
 #pragma unroll 2
     for (int i = begin; i < each; i += step) {
       if (weight_row >= p.N) break;
       const int m = i / kStripRows;
-      if (i != begin) load_of_row<T>(own, p, m, n);
-      if (p.x.to_codes) own.x_scale = *code_scale;
-      else if (p.x.norm_weight) own.x_scale = norm_factor(p, squares.sum(m));
+      if (i != begin) load_row(m);
       const float sum = total_of(sums, each, strip, i);
       if (paired) {
         up.x_scale = own.x_scale;
