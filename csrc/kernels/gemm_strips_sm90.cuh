@@ -49,7 +49,7 @@ struct StripsParams {
 
 /// Of a row of x that becomes codes.
 struct Codes {
-  float largest[kWarps];  // magnitude that a warp has staged
+  std::int32_t largest[kWarps];  // magnitude that a warp has staged, as bits: NaN is above all
   float scale;
 };
 
@@ -203,24 +203,34 @@ __device__ void stage_codes(char* to, Squares& squares, Codes& codes, const Stri
     }
     return values;
   };
-  float sum = 0.0f, largest = 0.0f;
+  float sum = 0.0f;
+  int largest = 0;  // a magnitude's bits
+  if (norm) {
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    if (i * kStep >= p.K) break;
-    if (norm)
+    for (int i = 0; i < kPieces; ++i) {
+      if (i * kStep >= p.K) break;
       for (const float v : device::floats(x[i]).data) sum = fmaf(v, v, sum);
-    for (const float v : weighted(i).data)
-      largest = device::MaxOrNaN::combine(largest, fabsf(v));
+      for (const float v : weighted(i).data) largest = max(largest, __float_as_int(fabsf(v)));
+    }
+  } else {
+    std::uint32_t most = 0;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (i * kStep >= p.K) break;
+      most = max(most, device::largest_magnitude(
+                           reinterpret_cast<const std::uint32_t(&)[4]>(x[i])));
+    }
+    const auto bits = static_cast<std::uint16_t>(most);
+    largest = __float_as_int(device::to_float(reinterpret_cast<const T&>(bits)));
   }
   if (norm) sum = device::warp_reduce<device::Sum>(sum);
-  largest = device::warp_reduce<device::MaxOrNaN>(largest);
+  largest = device::warp_max(largest);
   if (lane == 0) squares.of[0][warp] = sum, codes.largest[warp] = largest;
   ptx::named_barrier_sync(1, kThreads);  // every warp's are there
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w)
-    largest = device::MaxOrNaN::combine(largest, codes.largest[w]);
+  for (int w = 0; w < kWarps; ++w) largest = max(largest, codes.largest[w]);
   const float norm_of_row = norm ? norm_factor(p, squares.sum(0)) : 1.0f;
-  const float scale = scale_of_amax(largest * norm_of_row, DType::kFloat8E4M3);
+  const float scale = scale_of_amax(__int_as_float(largest) * norm_of_row, DType::kFloat8E4M3);
   const float factor = norm_of_row / scale;
   if (threadIdx.x == 0) codes.scale = scale;
 #pragma unroll
