@@ -15,8 +15,9 @@ ROWS = 300
 # Few rows (up to 132) are shared by more threads, each row by one, two or four blocks: four up to
 # 8 or 16 rows, two up to 32; 1 to 67 by blocks with room for their dependents.
 PARTS = [(0, 1), (7, 1), (299, 1), (3, 16), (3, 17), (5, 33), (0, 64), (100, 132), (100, 133)]
-# One warp, full rows, rows that do not fill the threads, rows of four blocks, streamed ones.
-WIDTHS = [256, 4096, 5120, 8192, 16384, 259]
+# One warp, a full one, full rows, rows that do not fill the threads, rows of four blocks, streamed
+# ones. Of one warp, or two, layernorm has several of many rows in a block.
+WIDTHS = [256, 1024, 2048, 4096, 5120, 8192, 16384, 259]
 
 
 def _ops(device: str, cols: int) -> dict[str, Callable[[Tensor], tuple[Tensor, ...]]]:
@@ -28,6 +29,9 @@ def _ops(device: str, cols: int) -> dict[str, Callable[[Tensor], tuple[Tensor, .
         "add_rmsnorm": lambda x: (ops.add_rmsnorm(x, x.flip(-1), weight),),
         "layernorm": lambda x: (ops.layernorm(x, weight, bias),),
         "layernorm off the origin": lambda x: (ops.layernorm(x + 100, weight, bias),),
+        "layernorm off the origin, some": lambda x: (
+            ops.layernorm(x + 100 * (x[:, :1] > 0), weight, bias),
+        ),
         "layernorm_gelu": lambda x: (ops.layernorm_gelu(x, weight, bias),),
         "softmax": lambda x: (ops.softmax(x),),
         "sum": lambda x: (ops.row_reduce(x, "sum"),),

@@ -27,7 +27,7 @@ bool record_launch(const void* kernel, const cudaLaunchConfig_t& config, const c
   if (!launch_trace::is_open()) return false;
   cudaFuncAttributes attributes{};
   int blocks = 0;
-  const int threads = static_cast<int>(config.blockDim.x);
+  const int threads = static_cast<int>(config.blockDim.x * config.blockDim.y * config.blockDim.z);
   const bool read =
       cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess &&
       cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, threads,
@@ -35,7 +35,7 @@ bool record_launch(const void* kernel, const cudaLaunchConfig_t& config, const c
   std::string& text = *launch_trace::open;
   text.append("launch\t").append(op).append("\t").append(name_of_kernel(kernel));
   const auto add = [&](std::size_t value) { text.append("\t").append(std::to_string(value)); };
-  add(config.gridDim.x), add(config.gridDim.y), add(config.gridDim.z), add(config.blockDim.x);
+  add(config.gridDim.x), add(config.gridDim.y), add(config.gridDim.z), add(threads);
   add(config.dynamicSmemBytes + attributes.sharedSizeBytes);
   add(read ? attributes.numRegs : 0), add(attributes.localSizeBytes), add(blocks);
   add(attributes.binaryVersion), add(config.numAttrs > 0);

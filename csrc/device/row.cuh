@@ -25,13 +25,15 @@ namespace ridgeline::device {
 /// Requires: rows aligned to 16 bytes, cols a multiple of kWidth. kFull: rows that begin at such a
 /// line and are just as long as all the threads' pieces, so that none is asked whether it is inside
 /// (H200, bf16 layernorm with GELU: 8192 x 4096 37.5 us and 36.2 full, 8192 x 8192 71.9 and 68.5).
-/// kShared: the blocks of a cluster, of any size, share the row.
-template <class T, int kVecs, bool kFull_ = false, bool kShared_ = false>
+/// kShared: the blocks of a cluster, of any size, share the row. kStacked: a block may have several
+/// rows, beside each other in y.
+template <class T, int kVecs, bool kFull_ = false, bool kShared_ = false, bool kStacked_ = false>
 class HeldRow {
  public:
   static constexpr bool kHeld = true;
   static constexpr bool kFull = kFull_;
   static constexpr bool kShared = kShared_;
+  static constexpr bool kStacked = kStacked_;
   static constexpr int kWidth = Vec<T>::kSize;
   static constexpr int kPieces = kVecs;
   static constexpr int kMaxThreads = kVecs == 2 ? 512 : 1024;
@@ -99,6 +101,7 @@ class StreamedRow {
   static constexpr bool kHeld = false;
   static constexpr bool kFull = false;
   static constexpr bool kShared = false;
+  static constexpr bool kStacked = false;
   static constexpr int kWidth = kVecWidth;
   static constexpr int kPieces = 0;
   static constexpr int kMaxThreads = 512;
@@ -157,7 +160,7 @@ __device__ __forceinline__ void store_inside(T* p, Vec<T, kCount> piece, bool in
 }
 
 /// Lets L2 fetch the row that a block some way ahead will read, so that memory is busy while this
-/// block computes. `x` is the matrix, `index` this block's row. 4 MB ahead, H200, bf16 layernorm
+/// block computes. `x` is the matrix, `index` this thread's row. 4 MB ahead, H200, bf16 layernorm
 /// with GELU: 8192 x 4096 36.5 us and 35.9 with it, 8192 x 8192 70.6 and 68.3, rmsnorm with a
 /// residual 134.6 and 130.4; 1 MB more or less does not matter, 15 MB lose as much as they gain.
 template <class Row, class T>
@@ -204,10 +207,22 @@ __device__ __forceinline__ void wait_then_start_dependents() {
   if (leaves_uneven_room()) ptx::launch_dependents();
 }
 
-/// This block's row.
+/// This thread's row.
 template <class Row>
 __device__ __forceinline__ std::int64_t row_index() {
-  return Row::kShared ? ptx::cluster_index() : blockIdx.x;
+  if constexpr (Row::kStacked)
+    return std::int64_t{blockIdx.x} * blockDim.y + threadIdx.y;
+  else
+    return Row::kShared ? ptx::cluster_index() : blockIdx.x;
+}
+
+/// How many rows of `threads` threads a block has where they may be stacked: blocks of one warp
+/// leave half of an SM's warps unused.
+template <class Row>
+int rows_together(std::int64_t rows, int threads) {
+  constexpr int kBlockThreads = 128;
+  const int together = Row::kStacked ? std::max(1, kBlockThreads / threads) : 1;
+  return rows % together == 0 ? together : 1;
 }
 
 /// A shared row is at most so many times as long as one block of it could hold.
@@ -219,8 +234,9 @@ struct RowLayout {
   int cols;
   bool vectors;  // every row is aligned to 16 bytes and a whole number of them long
   bool lines;    // every row begins at a 128-byte line
-  bool full = false;    // a HeldRow of kFull may be used
-  int most_blocks = 1;  // of a cluster that may share a row
+  bool full = false;     // a HeldRow of kFull may be used, ...
+  bool stacked = false;  // ... but rows of one warp are stacked instead
+  int most_blocks = 1;   // of a cluster that may share a row
 };
 
 /// How many blocks of a cluster share each of a few rows of `pieces`, two pieces a thread: as many
@@ -238,9 +254,9 @@ inline int blocks_sharing(const RowLayout& layout, int pieces) {
 /// Calls fn(Type<Row>{}, threads). kStreamVectors: rows wider than registers are streamed 16 bytes
 /// at a time instead of element by element. kFewShares: each of a few rows goes to twice the
 /// threads, of fn(Type<Row>{}, threads, blocks) where kShared. kFullRows: rows that allow it are
-/// held as full ones.
+/// held as full ones. kStacked: those that are not full may be stacked.
 template <class T, bool kStreamVectors, bool kFewShares = false, bool kFullRows = false,
-          bool kShared = false, class Fn>
+          bool kShared = false, bool kStacked = false, class Fn>
 void dispatch_row(const RowLayout& layout, Fn&& fn) {
   constexpr int kWidth = Vec<T>::kSize;
   // 128 threads of four pieces each: H200, rmsnorm of bf16 8192 x 4096: 33.9 us; 256 of two: 37.6.
@@ -261,11 +277,13 @@ void dispatch_row(const RowLayout& layout, Fn&& fn) {
   }
   const bool held = layout.vectors && pieces <= kMany * HeldRow<T, kMany>::kMaxThreads;
   if constexpr (kFullRows) {
-    const bool full = layout.full && layout.lines && layout.cols > 0 &&
+    const bool stacked = layout.stacked && pieces <= kMany * kWarpSize;
+    const bool full = layout.full && layout.lines && layout.cols > 0 && !stacked &&
                       layout.cols % (kMany * kWarpSize * kWidth) == 0;
     if (held && full) return fn(Type<HeldRow<T, kMany, true>>{}, pieces / kMany);
   }
-  if (held) return fn(Type<HeldRow<T, kMany>>{}, threads_for(pieces, kMany));
+  if (held)
+    return fn(Type<HeldRow<T, kMany, false, false, kStacked>>{}, threads_for(pieces, kMany));
   if constexpr (kStreamVectors) {
     if (layout.vectors)
       return fn(Type<StreamedRow<T, kWidth>>{}, StreamedRow<T, kWidth>::kMaxThreads);

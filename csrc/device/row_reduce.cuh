@@ -44,7 +44,12 @@ struct Segments {
   __device__ static int count() { return blocks() * warps() * kEach; }
   __device__ static int number(int each) {
     const int rank = Row::kShared ? ptx::cluster_rank() : 0;
-    return (rank * kEach + each) * warps() + static_cast<int>(threadIdx.x) / kWarpSize;
+    return first() + (rank * kEach + each) * warps() +
+           static_cast<int>(threadIdx.x) / kWarpSize;
+  }
+  /// The row's first, among those of the block's rows.
+  __device__ static int first() {
+    return Row::kStacked ? static_cast<int>(threadIdx.y) * count() : 0;
   }
   /// Files a segment's value, which the lanes of `copy` 0, 1, ... all have, and no other lane.
   __device__ static void file(float* segment, float value, int copy, RowScratch& scratch) {
@@ -56,6 +61,8 @@ struct Segments {
   }
   /// All segments of `reductions` are filed.
   __device__ static void meet(RowScratch& scratch, int reductions) {
+    // Of the rows of a block some may need fewer reductions: their threads end, and a barrier
+    // waits for those that have not.
     if (!is_shared<Row>()) return __syncthreads();
     if (threadIdx.x == 0)
       ptx::expect_puts(&scratch.arrived, reductions * count() * static_cast<int>(sizeof(float)));
@@ -65,7 +72,7 @@ struct Segments {
   /// so that their loads are together (H200, bf16 layernorm 1 x 4096: 1.46 us in a loop, 1.29 so).
   __device__ static float of_lane(const float* segments, int round, float other) {
     const int segment = round * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize;
-    return segment < count() ? segments[segment] : other;
+    return segment < count() ? segments[first() + segment] : other;
   }
 };
 

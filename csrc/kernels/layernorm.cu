@@ -64,11 +64,13 @@ __device__ void store_row(T* y, Row& row, const Weight& weight, const Weight& bi
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// Grid: one block a row, or a cluster. Block: a whole number of warps; a thread owns the pieces of
-/// the row that Row deals it. Shared memory: four floats a segment. Beside few rows weight and bias
-/// are on their way together with the row; else they are read where they are used, since kept
-/// beside the row they take the registers of other blocks (H200, bf16 8192 x 4096 with GELU: 40.8
-/// us, kept 42.8).
+/// Grid: one block a row, or a cluster, or a block for up to four narrow rows: blocks of one warp
+/// leave half of an SM's warps unused (H200, bf16 8192 x 1024 12.3 us, four rows a block 10.6; 8192
+/// x 768 11.2 and 8.9, with GELU 13.6 and 12.2; but 8192 x 1024 with GELU 12.6 full, 13.0 so).
+/// Block: a whole number of warps for each row; a thread owns the pieces that Row deals it. Shared
+/// memory: four floats a segment. Beside few rows weight and bias are on their way together with
+/// the row; else they are read where they are used, since kept beside the row they take registers
+/// of other blocks (H200, bf16 8192 x 4096 with GELU: 40.8 us, kept 42.8).
 ///
 /// Bytes: the row in and out, weight and bias from L2. With GELU about 20 instructions an element,
 /// of the 33 that fit in its share of the time at the bandwidth of an H200: still bandwidth.
@@ -129,18 +131,21 @@ void layernorm(const LayerNormParams& params, Stream stream) {
                                      {x_bytes, params.cols * element}),
       .lines = device::all_aligned(128, {params.x}, {x_bytes}),
       .full = params.bias != nullptr,
+      .stacked = params.activation == Activation::kNone,
       .most_blocks = device::has_clusters<kAnyKernel>() ? 4 : 1};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     dispatch_bool(params.weight_dtype == DType::kFloat32, [&](auto is_float) {
       constexpr bool kFloatWeights = is_float() || sizeof(T) == sizeof(float);
       constexpr bool kFullRows = !kFloatWeights;
-      device::dispatch_row<T, false, true, kFullRows, true>(
+      device::dispatch_row<T, false, true, kFullRows, true, true>(
           layout, [&](auto row_type, int threads, int blocks = 1) {
             using Row = typename decltype(row_type)::type;
+            const int together = device::rows_together<Row>(rows, threads);
             dispatch_bool(params.activation != Activation::kNone, [&](auto has_activation) {
               device::launch_chained<layernorm_kernel<T, Row, kFloatWeights, has_activation()>>(
-                  dim3(rows * blocks), dim3(threads), 0, stream, params, "layernorm", blocks);
+                  dim3(rows / together * blocks), dim3(threads, together), 0, stream, params,
+                  "layernorm", blocks);
             });
           });
     });
