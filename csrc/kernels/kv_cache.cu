@@ -61,6 +61,32 @@ struct Angles {
   }
 };
 
+/// Divides by the scale of a head vector.
+struct Scale {
+  float value, inverse;
+
+  __device__ explicit Scale(float scale) : value(scale), inverse(1.0f / scale) {}
+
+  template <int kCount>
+  __device__ void divide(device::Vec<float, kCount>& x) const {
+    // Markstein: from the rounded inverse two steps lead to the rounded quotient, unless something
+    // on the way overflows or is subnormal. The remainder is negated: -0 stays -0. 128 tokens into
+    // fp8 took 2.97 us by divisions, 2.22 so; one 2.28 and 1.60 (48 heads of 128, bf16, H200).
+    if (value > 0x1p-60f && value < 0x1p60f) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        const float quotient = x.data[j] * inverse;
+        x.data[j] = fmaf(-fmaf(quotient, value, -x.data[j]), inverse, quotient);
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) x.data[j] = divided(x.data[j]);
+    }
+  }
+
+  __device__ __noinline__ float divided(float x) const { return value == 0.0f ? 0.0f : x / value; }
+};
+
 /// Two pieces of a head vector that rotate together, or two neighbours behind the rotated part.
 template <class T, int kVec>
 struct Unit {
@@ -123,21 +149,17 @@ struct Unit {
     return bits;
   }
 
-  __device__ void store_codes(std::uint8_t* vector, float scale, bool fp8, int head_dim) const {
+  __device__ void store_codes(std::uint8_t* vector, const Scale& scale, bool fp8,
+                              int head_dim) const {
     if (first < head_dim) device::store(vector + first, codes(a, scale, fp8));
     if (second < head_dim) device::store(vector + second, codes(b, scale, fp8));
   }
 
   __device__ static device::Vec<std::uint8_t, kVec> codes(const device::Vec<T, kVec>& piece,
-                                                          float scale, bool fp8) {
-    device::Vec<std::uint8_t, kVec> out;
-#pragma unroll
-    for (int j = 0; j < kVec; ++j) {
-      const float value = scale == 0.0f ? 0.0f : device::to_float(piece.data[j]) / scale;
-      out.data[j] =
-          fp8 ? device::encode_e4m3(value) : static_cast<std::uint8_t>(device::encode_int8(value));
-    }
-    return out;
+                                                          const Scale& scale, bool fp8) {
+    device::Vec<float, kVec> values = device::floats(piece);
+    scale.divide(values);
+    return fp8 ? device::encode<true>(values) : device::encode<false>(values);
   }
 };
 
@@ -158,7 +180,7 @@ template <class T, int kVec>
 __device__ void store_to_cache(const Unit<T, kVec> (&units)[kUnits<kVec>], const CacheView& cache,
                                const CachePlace& at, DType cache_dtype, int head_dim, int lanes,
                                int lane, bool active) {
-  if (cache.scale == nullptr) {
+  if (cache.scale == nullptr) [[likely]] {
     if (!active) return;
 #pragma unroll
     for (int i = 0; i < kUnits<kVec>; ++i)
@@ -178,7 +200,7 @@ __device__ void store_to_cache(const Unit<T, kVec> (&units)[kUnits<kVec>], const
 #pragma unroll
   for (int i = 0; i < kUnits<kVec>; ++i)
     units[i].store_codes(static_cast<std::uint8_t*>(cache.data) + at.element,
-                         __bfloat162float(scale), fp8, head_dim);
+                         Scale(__bfloat162float(scale)), fp8, head_dim);
 }
 
 // ---- Kernel -----------------------------------------------------------------------------------
@@ -265,8 +287,7 @@ __global__ void __launch_bounds__(kThreads)
 // ---- Launch -----------------------------------------------------------------------------------
 
 bool multiple_of(std::int64_t divisor, std::initializer_list<std::int64_t> values) {
-  return std::all_of(values.begin(), values.end(),
-                     [&](std::int64_t value) { return value % divisor == 0; });
+  return std::ranges::all_of(values, [&](auto value) { return value % divisor == 0; });
 }
 
 std::int64_t address(const void* p) {
@@ -302,12 +323,9 @@ void launch_write(const KvWriteParams& params, Stream stream) {
   const int heads = params.q.heads + params.k.heads + params.v.heads;
   if (heads == 0 || units == 0) return;
   const std::int32_t vectors = checked_int32(params.tokens * heads, "tokens * heads");
-  const KvWriteLaunch launch{.params = params,
-                             .lane_bits = lane_bits,
-                             .heads = heads,
-                             .vectors = vectors,
-                             .per_token = device::Divisor::of(heads),
-                             .per_block = device::Divisor::of(std::max(params.block_size, 1))};
+  const auto block_size = static_cast<std::uint32_t>(std::max(params.block_size, 1));
+  const KvWriteLaunch launch{params, lane_bits, heads, vectors, device::Divisor::of(heads),
+                             device::Divisor::of(block_size)};
   const std::int64_t blocks = ceil_div(std::int64_t{vectors}, std::int64_t{kThreads >> lane_bits});
   device::launch_chained<kv_write_kernel<T, kVec>>(dim3(static_cast<unsigned>(blocks)),
                                                    dim3(kThreads), 0, stream, launch, "write_kv");
