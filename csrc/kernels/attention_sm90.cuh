@@ -24,8 +24,9 @@ struct Tile {
   static constexpr int kParts = kSize / kColumns;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
+  static constexpr int kProducerThreads = kProducers;
   /// All who read works, and those who bring them.
-  static constexpr int kWorkThreads = kConsumerThreads + kProducers;
+  static constexpr int kWorkThreads = kConsumerThreads + kProducerThreads;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
 };
@@ -76,7 +77,7 @@ __device__ __forceinline__ void mask(const AttentionParams& p, const Work& work,
 
 // ---- Producer -----------------------------------------------------------------------------------
 
-/// The two warps that bring works, queries, keys and values. Both request boxes of each tile: one
+/// The warps that bring works, queries, keys and values. Two request boxes of each tile: one
 /// alone does not keep up where a block of the cache has 16 keys (H200, one sequence of 4096, 32/8
 /// heads of 128: 344 us by one warp, 252 by two; 64 keys: 270 and 253).
 template <class Tile>
@@ -96,7 +97,9 @@ struct Producer {
 
   __device__ static int lane() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
   __device__ static int warp() { return static_cast<int>(threadIdx.x) / device::kWarpSize; }
-  __device__ static int box() { return 2 * lane() + warp(); }
+  __device__ static int box() {
+    return Tile::kProducerThreads / device::kWarpSize * lane() + warp();
+  }
 
   __device__ __forceinline__ Place place_of(const Work& work, int tile) const {
     const AttentionParams& p = launch.attention;
@@ -125,7 +128,7 @@ struct Producer {
   /// Finds the next work. Its slot is free: the queries of the work before the last were let go.
   __device__ __forceinline__ Work find(Order<Tile>& order, int index) {
     if (warp() == 0) wrote = order.find(index, shared.work[works.slot]);
-    ptx::named_barrier_sync(kWorkFound, kProducers);  // the work is written
+    ptx::named_barrier_sync(kWorkFound, Tile::kProducerThreads);  // the work is written
     const Work work = shared.work[works.slot];
     works.next();
     return work;

@@ -10,10 +10,9 @@ using namespace attention_sm90;
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Prefill on Hopper with queries, keys, values and weights in e4m3. Grid: at most one block an SM.
-/// As prefill_sm90_kernel, with one warpgroup more, which turns each tile of values, since wgmma
-/// takes bytes with keys contiguous only, and one warp more beside the two that bring tiles: it
-/// brings the scales. Scores in fp16, sums in fp32, of products that the tensor cores keep to about
-/// 14 bits.
+/// As prefill_sm90_kernel, with one warp that brings tiles, one that brings scales, and two that
+/// turn each tile of values, since wgmma takes bytes with keys contiguous only. Scores in fp16,
+/// sums in fp32, of products that the tensor cores keep to about 14 bits.
 ///
 /// Roofline: 4 * head_dim flops a visible pair at twice the rate of bf16; as many cycles go to the
 /// exponentials, and as many to shared memory, of which turning is a quarter.
@@ -31,7 +30,7 @@ __global__ void __launch_bounds__(Fp8Tile::kThreads, 1)
       ptx::mbarrier_init(&shared.free[i], Tile::kConsumers);
     }
     for (int i = 0; i < Tile::kTurnedSlots; ++i) {
-      ptx::mbarrier_init(&shared.turned_full[i], kWarpgroup + device::kWarpSize);
+      ptx::mbarrier_init(&shared.turned_full[i], Tile::kTurnerThreads + device::kWarpSize);
       ptx::mbarrier_init(&shared.turned_free[i], Tile::kConsumerThreads);
     }
     ptx::fence_mbarrier_init();
@@ -45,16 +44,15 @@ __global__ void __launch_bounds__(Fp8Tile::kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::release_registers<Tile::kProducerRegisters>();
-    if (threadIdx.x < kProducers) {
+    if (threadIdx.x < Tile::kProducerThreads) {
       Producer<Tile>{launch, shared}.run();
-    } else if (threadIdx.x < kProducers + device::kWarpSize) {
+    } else if (threadIdx.x < kWarpgroup - Tile::kTurnerThreads) {
       Scaler{launch, shared}.run();
+    } else {
+      Turner{shared}.run();
     }
     if (threadIdx.x >= kProducers && launch.attention.takes_few)
       clear_unowned_rows<__nv_bfloat16>(launch.attention);
-  } else if (warpgroup == Tile::kConsumers + 1) {
-    ptx::release_registers<Tile::kTurnerRegisters>();
-    Turner{shared}.run();
   } else {
     ptx::take_registers<Tile::kConsumerRegisters>();
     Fp8Consumer{launch.attention, shared, warpgroup - 1}.run();

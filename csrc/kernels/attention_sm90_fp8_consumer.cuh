@@ -10,8 +10,8 @@ namespace ridgeline::attention_sm90 {
 /// instructions of fp32, the maximum a quarter. A weight times its value's scale is rounded to
 /// e4m3, and the base of a row's exponents lies under its largest score, so that these products
 /// fill e4m3's range. Sums of a tile begin anew and are added in fp32: one sum of 16k values of
-/// mean 1 and deviation 1 came out 12% too small. The values of a tile and the scores of the next
-/// are on the tensor cores one behind the other.
+/// mean 1 and deviation 1 came out 12% too small. They are taken in two halves of the columns, in
+/// the same registers: so a warpgroup needs 152, and there can be three.
 struct Fp8Consumer {
   using Tile = Fp8Tile;
 
@@ -28,7 +28,7 @@ struct Fp8Consumer {
   int exponent;   // sums are in units of 2^exponent
   device::PairedSoftmax softmax;
   float sums[Tile::kSize / 8][4];
-  float parts[Tile::kSize / 8][4];  // of one tile
+  float parts[Tile::kSize / 16][4];  // of one tile, half of the columns
   std::uint32_t scores[Tile::kKeys / 8][2];  // two columns of fp16 each
   std::uint32_t weights[Tile::kKeys / 32][4];
 
@@ -83,16 +83,15 @@ struct Fp8Consumer {
     ptx::wgmma_commit();
   }
 
-  /// Half of the values of a tile; the first half begins new sums.
+  /// New sums of a tile's values, of half of the columns.
   template <int kHalf>
   __device__ __forceinline__ void issue_values() {
-    const std::uint64_t v =
-        ptx::swizzled_operand(shared.turned[turned.slot].data, 16, 8 * kRowBytes);
-    constexpr int kSteps = Tile::kKeys / 32 / 2;
+    const std::uint64_t v = ptx::swizzled_operand(
+        shared.turned[turned.slot].data[kHalf * Tile::kSize / 2], 16, 8 * kRowBytes);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int i = kHalf * kSteps; i < (kHalf + 1) * kSteps; ++i)
-      ptx::WgmmaFp8Registers<Tile::kSize>::mma(parts, weights[i], v + 2 * i, i != 0);
+    for (int i = 0; i < Tile::kKeys / 32; ++i)
+      ptx::WgmmaFp8Registers<Tile::kSize / 2>::mma(parts, weights[i], v + 2 * i, i != 0);
     ptx::wgmma_commit();
   }
 
@@ -173,16 +172,6 @@ struct Fp8Consumer {
       for (float& sum : piece) sum = 0.0f;
   }
 
-  /// One warpgroup makes weights at a time: left alone, both fall into step, wait for the unit of
-  /// exponentials together and then for the tensor cores. H200, causal, 16k keys: 699 TFLOP/s
-  /// without turns, 722 to 728 with them; with turns of the products 670.
-  __device__ __forceinline__ void await_turn() const {
-    ptx::named_barrier_sync(kFirstTurn + warpgroup, 2 * kWarpgroup);
-  }
-  __device__ __forceinline__ void pass_turn() const {
-    ptx::named_barrier_arrive(kFirstTurn + (warpgroup ^ 1), 2 * kWarpgroup);
-  }
-
   __device__ __forceinline__ static void release(std::uint64_t* barrier) {
     if (threadIdx.x % kWarpgroup == 0) ptx::mbarrier_arrive(barrier);
   }
@@ -194,8 +183,7 @@ struct Fp8Consumer {
     ring.next();
   }
 
-  /// From a tile's scores to its values' products, which are multiplied in two halves, the first
-  /// beside the exponentials of the second.
+  /// From a tile's scores to the first half of its values' products.
   __device__ __forceinline__ void multiply_values() {
     ptx::mbarrier_wait(&shared.turned_full[turned.slot], turned.parity);
     const Scales& scales = shared.scales[turned.slot];
@@ -210,20 +198,17 @@ struct Fp8Consumer {
     __half2 factor[2];
     float keep[2];
     finish_scores(key, units, factor);
-    softmax.raise(pairs(), keep, factor);
+    const bool raised = softmax.raise(pairs(), keep, factor);
     constexpr int kPieces = Tile::kKeys / 8;
-    await_turn();
     softmax.weigh<0, kPieces / 2>(pairs(), factor);
-    softmax.add<0, kPieces / 2>(pairs(), keep);
+    softmax.add<0, kPieces / 2>(pairs());
     round_weights<0>();
-    issue_values<0>();
     softmax.weigh<kPieces / 2, kPieces>(pairs(), factor);
-    softmax.add<kPieces / 2, kPieces>(pairs(), {1.0f, 1.0f});
+    softmax.add<kPieces / 2, kPieces>(pairs());
     round_weights<1>();
-    issue_values<1>();
-    pass_turn();
+    issue_values<0>();
     const int above = shared.scales[turned.slot].value_exponent;
-    if (device::any_lane(keep[0] != 1.0f || keep[1] != 1.0f || above != exponent)) {
+    if (raised || above != exponent) {
       const float shift = ptx::exp2_approx(static_cast<float>(exponent - above));
       exponent = above;
 #pragma unroll
@@ -233,14 +218,12 @@ struct Fp8Consumer {
     }
   }
 
+  template <int kHalf>
   __device__ __forceinline__ void add_parts() {
-    ptx::hold_registers(parts);
-    ptx::mbarrier_arrive(&shared.turned_free[turned.slot]);
-    turned.next();
 #pragma unroll
-    for (int i = 0; i < Tile::kSize / 8; ++i)
+    for (int i = 0; i < Tile::kSize / 16; ++i)
 #pragma unroll
-      for (int c = 0; c < 4; ++c) sums[i][c] += parts[i][c];
+      for (int c = 0; c < 4; ++c) sums[kHalf * Tile::kSize / 16 + i][c] += parts[i][c];
   }
 
   /// Four columns of a thread lie side by side, see TurnedValues: a store of the warp fills whole
@@ -251,7 +234,6 @@ struct Fp8Consumer {
     // Rows from this lane's first on.
     const int left = work.sequence.q_len - work.first_query - row;
     const std::int64_t query = work.sequence.q_begin + work.first_query + row;
-    softmax.join_quad();
     const float sink = attention_tile::sink_of(p, work.head);
     const device::RowEnd ends[2] = {softmax.end(0, sink), softmax.end(1, sink)};
     if (lane % 4 == 0) {
@@ -276,7 +258,6 @@ struct Fp8Consumer {
   }
 
   __device__ __forceinline__ void run() {
-    if (warpgroup == 1) pass_turn();  // warpgroup 0 begins
     if (!begin_work()) return;
     begin_tile();
     issue_scores(keys);
@@ -293,14 +274,21 @@ struct Fp8Consumer {
         } else {
           --now.tile;
         }
+        ptx::wgmma_wait<0>();
+        ptx::hold_registers(parts);
+        add_parts<0>();
+        issue_values<1>();
         if (more) {
           begin_tile();
           ring.next();  // values of the tile before, which others turn
         }
+        ptx::wgmma_wait<0>();
+        ptx::hold_registers(parts);
+        ptx::mbarrier_arrive(&shared.turned_free[turned.slot]);
+        turned.next();
         // Once too often: under a condition, the compiler would have the values wait for them.
         issue_scores(keys);
-        ptx::wgmma_wait<1>();
-        add_parts();
+        add_parts<1>();
       }
       store(work);
     }
