@@ -195,7 +195,10 @@ void few_queries(const AttentionParams& p, Stream stream) {
                     ? "all sequences"
                     : "sequences of more than " + std::to_string(config::kMmaRows) + " rows") +
                ": splits of " + std::to_string(config::row_split_keys(p.max_k)) +
-               " keys on wgmma";
+               " keys on wgmma" +
+               (config::joins_clusters(p, device::multiprocessors())
+                    ? ", joined in clusters of " + std::to_string(config::max_row_splits(p.max_k))
+                    : "");
       });
       attention_launch::rows_sm90(p, stream);
       if (config::packs_all(p)) return;

@@ -1,7 +1,7 @@
 #pragma once
 #include "device/ptx/wgmma_registers.cuh"
 #include "device/ptx/wgmma_shared.cuh"
-#include "kernels/attention_rows_merge.cuh"
+#include "kernels/attention_rows_cluster.cuh"
 
 /// What a warpgroup of the Hopper kernel of packed rows does: products, softmax, results.
 namespace ridgeline::attention_rows {
@@ -268,6 +268,9 @@ struct Consumer {
     const Work& work = item.work;
     const Partials partials{launch};
     const bool whole = !Tile::kCommon && item.splits == 1;
+    if constexpr (Tile::kJoins)
+      if (launch.cluster > 1 && !whole)
+        return park_rows(shared, work, row_of(ptx::thread_index()), softmax, sums);
     const int lane = ptx::thread_index() % device::kWarpSize;
     softmax.join_quad();
 #pragma unroll
@@ -302,29 +305,35 @@ struct Consumer {
     }
   }
 
+  __device__ __forceinline__ void take_item(const Item& item, int queries_parity) {
+    const int row = warpgroup * kWarpgroupRows + row_of(ptx::thread_index() % kWarpgroup);
+    sees[0] = range_of(item, row), sees[1] = range_of(item, row + 8);
+    softmax = {};
+#pragma unroll
+    for (auto& piece : sums)
+#pragma unroll
+      for (float& sum : piece) sum = 0.0f;
+    ptx::mbarrier_wait(&shared.q_full, queries_parity);
+    if (item.keys.begin >= item.keys.end) {
+      release(&shared.q_free);
+    } else if constexpr (Tile::kUnsplit) {
+      gather_steps(item);
+    } else {
+      gather_tiles(item);
+    }
+    store(item);
+  }
+
   __device__ __forceinline__ void run() {
     int queries_parity = 0;
     for (Ring<kItems> items;; items.next()) {
       ptx::mbarrier_wait(&shared.described[items.slot], items.parity);
       const Item& item = shared.items[items.slot];
       if (item.splits == 0) break;
-      const int row = warpgroup * kWarpgroupRows + row_of(ptx::thread_index() % kWarpgroup);
-      sees[0] = range_of(item, row), sees[1] = range_of(item, row + 8);
-      softmax = {};
-#pragma unroll
-      for (auto& piece : sums)
-#pragma unroll
-        for (float& sum : piece) sum = 0.0f;
-      ptx::mbarrier_wait(&shared.q_full, queries_parity);
+      if (item.split < item.splits) take_item(item, queries_parity);
       queries_parity ^= 1;
-      if (item.keys.begin >= item.keys.end) {
-        release(&shared.q_free);
-      } else if constexpr (Tile::kUnsplit) {
-        gather_steps(item);
-      } else {
-        gather_tiles(item);
-      }
-      store(item);
+      if constexpr (Tile::kJoins)
+        if (launch.cluster > 1) return join_cluster<Tile>(launch, shared, item);
       ptx::mbarrier_arrive(&shared.released[items.slot]);
     }
   }

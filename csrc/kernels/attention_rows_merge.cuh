@@ -126,7 +126,7 @@ __device__ __forceinline__ void merge_splits(const Launch& launch, const Work& w
         if (row + r >= work.rows) break;
         const float sink = attention_tile::sink_of(p, work.head(row + r));
         const device::RowEnd end =
-            device::end_of_row(joined[r].largest, joined[r].total, sink);
+            device::quick_end_of_row(joined[r].largest, joined[r].total, sink);
         T* out = static_cast<T*>(p.out) + attention_tile::out_offset(p, work, row + r);
         if (column < p.head_dim) attention_tile::store_scaled(out + column, sums[r], end.factor);
         if (column == 0) attention_tile::store_lse(p, work, row + r, end.lse);

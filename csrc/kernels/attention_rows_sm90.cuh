@@ -36,12 +36,13 @@ struct Tile {
   static constexpr int kSlots = kSlots_;  // of keys, or of values
   /// Batch-invariant mode: a sequence is one item, a step of the softmax the prefill kernel's.
   static constexpr bool kUnsplit = kUnsplit_;
+  static constexpr bool kJoins = !kCommon && !kUnsplit;  // splits, where there are clusters
   static constexpr int kStepTiles = kUnsplit ? config::prefill_keys(kSize) / kKeys : 1;
   static constexpr int kStepKeys = kStepTiles * kKeys;
   static constexpr int kParts = kSize / kColumns;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
   static constexpr int kThreads = kConsumerThreads + 2 * device::kWarpSize;
-  static constexpr int kBlocks = kCommon || kSize > 128 ? 1 : 2;  // an SM
+  static constexpr int kBlocks = kCommon ? 1 : config::row_blocks(kSize);  // an SM
 };
 
 /// One split of the keys that a tile of rows sees. Own keys: the rows are those of one sequence and
@@ -65,6 +66,7 @@ struct Launch {
   int max_rows;         // ... each of so many rows, of every sequence and KV head
   int tiles;            // of rows, before common keys
   int least_rows;       // of a sequence that is not left to the kernel of few rows
+  int cluster;          // blocks that have a split each of a sequence and KV head; 1: no clusters
   bool clears;          // rows of no sequence, since no kernel of few rows does
   bool follows_common;  // which has waited for the kernels ahead, and whose end is awaited last
   void* workspace;
@@ -116,10 +118,22 @@ __device__ __forceinline__ Cut cut_of(const AttentionParams& p, const config::Se
     cut.keys = span, cut.splits = 1;
   } else {
     cut.keys = config::row_split_keys(span);
-    cut.splits = (span + cut.keys - 1) >> (31 - __clz(cut.keys));  // a power of two
+    cut.splits = ceil_div(span, cut.keys);
   }
   return cut;
 }
+
+/// What a block of a cluster takes.
+struct Share {
+  int batch, kv_head, split;
+
+  __device__ __forceinline__ explicit Share(const Launch& launch) {
+    const int pair = static_cast<int>(blockIdx.x) / launch.cluster;
+    split = static_cast<int>(blockIdx.x) - pair * launch.cluster;
+    batch = launch.kv_heads.divide(pair);
+    kv_head = pair - batch * launch.attention.kv_heads;
+  }
+};
 
 /// Where the last step before these keys begins.
 template <class Tile>
@@ -195,13 +209,12 @@ struct Planner {
             .splits = launch.max_splits};
   }
 
-  /// Of the sequence that was looked at. Neighbours are the heads of one split: they share the
-  /// block table's entries.
-  __device__ __forceinline__ Item own_item(int batch, int index) const {
-    const int split = launch.kv_heads.divide(index), begin = cut.begin + split * cut.keys;
+  /// Of the sequence that was looked at.
+  __device__ __forceinline__ Item own_item(int batch, int kv_head, int split) const {
+    const int begin = cut.begin + split * cut.keys;
     return {.work = {.sequence = sequence,
                      .batch = batch,
-                     .kv_head = index - split * launch.attention.kv_heads,
+                     .kv_head = kv_head,
                      .group = launch.group,
                      .rows = sequence.q_len * launch.group},
             .keys = {begin, config::lesser(begin + cut.keys, cut.end)},
@@ -222,7 +235,9 @@ struct Planner {
       int batch = lane() * share, rest = index - before;
       if (share > 1)
         for (int items; rest >= (items = look(batch)); ++batch) rest -= items;
-      to = own_item(batch, rest);
+      // Neighbours are the heads of one split: they share the block table's entries.
+      const int split = launch.kv_heads.divide(rest);
+      to = own_item(batch, rest - split * launch.attention.kv_heads, split);
     }
     __syncwarp();  // the item is written: lane 0 requests its queries
     ptx::mbarrier_arrive(&shared.described[place.slot]);
@@ -243,7 +258,21 @@ struct Planner {
     __syncwarp();  // before the warp waits as one again
   }
 
+  /// The one item of a cluster's block; with a split past the last it only joins the others.
+  __device__ __forceinline__ void describe_share() {
+    const Share share(launch);
+    const bool exists = look(share.batch) > 0;
+    Item item = own_item(share.batch, share.kv_head, share.split);
+    if (!exists) item.splits = 0;
+    if (lane() == 0) shared.items[0] = item;
+    __syncwarp();  // the item is written
+    ptx::mbarrier_arrive(&shared.described[0]);
+    if (item.split < item.splits) request_queries(item, 1);
+  }
+
   __device__ __forceinline__ void run() {
+    if constexpr (Tile::kJoins)
+      if (launch.cluster > 1) return describe_share();
     begin();
     Ring<kItems> next{.parity = 1};  // the first wait on a fresh barrier passes
     int queries_parity = 1;

@@ -23,6 +23,34 @@ __device__ __forceinline__ void put_in_block(float4* shared, const float4& value
       : "memory");
 }
 
+/// Loads this object from the shared memory of block `rank`. In the order in which they stand: many
+/// are on their way together.
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
+__device__ __forceinline__ float4 load_from_block(const float4* shared, int rank) {
+  float4 v;
+  asm volatile(
+      "{\n"
+      ".reg .u32 there;\n"
+      "mapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
+      "}\n"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(shared_address(shared)), "r"(rank));
+  return v;
+}
+__device__ __forceinline__ float load_from_block(const float* shared, int rank) {
+  float v;
+  asm volatile(
+      "{\n"
+      ".reg .u32 there;\n"
+      "mapa.shared::cluster.u32 there, %1, %2;\n"
+      "ld.shared::cluster.f32 %0, [there];\n"
+      "}\n"
+      : "=f"(v)
+      : "r"(shared_address(shared)), "r"(rank));
+  return v;
+}
+
 /// One half of a barrier of the cluster that orders no writes: of initialised barriers,
 /// fence_mbarrier_init() does. The other waits for all that the thread has under way.
 __device__ __forceinline__ void cluster_arrive_relaxed() {

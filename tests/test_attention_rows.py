@@ -1,0 +1,99 @@
+"""Many rows a KV head: on Hopper the splits of up to 4608 keys are joined in clusters of blocks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import pad
+
+import attention_reference as reference
+import ridgeline
+from numerics import assert_close, competitor_bound
+from ridgeline import ops
+from test_attention import DIM, Paged, ints, normal, same
+
+BLOCK = 64
+LENGTHS = [4097, 0, 1, 512, 513, 3073, 4608, 3072]  # no, one, two, six splits, whole and not
+WINDOW = {"window": 700, "softcap": 8.0}
+TILES: list[tuple[int, dict[str, Any]]] = [
+    (64, WINDOW), (96, {"causal": False}), (128, {}), (128, WINDOW), (256, {}),
+]  # fmt: skip
+SHAPES = [  # query heads, KV heads, queries a sequence
+    (32, 1, 1),
+    (64, 1, 1),  # as many rows as a tile has
+    (22, 2, 1),  # an odd number
+    (8, 2, 5),  # several queries
+]
+
+
+def explained(paged: Paged, q: torch.Tensor, q_len: int) -> Any:
+    cu_q = [q_len * b for b in range(len(paged.lengths) + 1)]
+    return ridgeline.explain(
+        "paged_attention", q, paged.k_cache, paged.v_cache, paged.tables, paged.seq_lens,
+        ints("cuda", cu_q), max_q=q_len,
+    )  # fmt: skip
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads, kv_heads, q_len", SHAPES)
+@pytest.mark.parametrize("dim, options", TILES)
+def test_clusters(heads: int, kv_heads: int, q_len: int, dim: int, options: dict[str, Any]) -> None:
+    """By the reference, with sinks and in a workspace of NaN; the same bits alone, and where the
+    table has room for more keys than a cluster takes, so that a second kernel joins the splits."""
+    paged = Paged("cuda", LENGTHS, BLOCK, math.nan, dim, kv_heads)
+    cu_q = [q_len * b for b in range(len(LENGTHS) + 1)]
+    q = normal("cuda", cu_q[-1], heads, dim)
+    options = options | {"sinks": torch.arange(heads, dtype=torch.float32, device="cuda") / 8 - 2}
+    width = paged.tables.shape[1]
+    size = ops.attention_workspace_bytes(len(LENGTHS), heads, kv_heads, dim, q_len, width * BLOCK)
+    space = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
+    out, lse = paged.run(q, cu_q, workspace=space, **options)
+    for b, (begin, end) in enumerate(zip(cu_q, cu_q[1:])):
+        rows, keys, values = q[begin:end], paged.k[b], paged.v[b]
+        if not LENGTHS[b]:
+            assert not out[begin:end].any()
+            continue
+        exact = reference.one_sequence(rows.double(), keys.double(), values.double(), **options)
+        rounded, _ = reference.one_sequence(rows, keys, values, **options)
+        bound = competitor_bound(rounded, exact[0], torch.bfloat16)
+        assert_close(out[begin:end], exact[0], bound, f"out of sequence {b}")
+        assert_close(lse[:, begin:end], exact[1], 1e-4, f"lse of sequence {b}")
+        alone = ops.paged_attention(
+            rows, paged.k_cache, paged.v_cache, paged.tables[b : b + 1],
+            paged.seq_lens[b : b + 1], ints("cuda", [0, q_len]), return_lse=True, max_q=q_len,
+            **options,
+        )  # fmt: skip
+        assert same((out[begin:end], lse[:, begin:end]), alone), f"sequence {b}"
+    paged.tables = pad(paged.tables, (0, 1))
+    assert same((out, lse), paged.run(q, cu_q, **options)), "joined by a kernel of its own"
+
+
+@pytest.mark.gpu
+def test_more_sequences_than_clusters_at_once() -> None:
+    """A second kernel joins them, and no bit differs."""
+    lengths = [1 + 797 * b % 4600 for b in range(70)]
+    paged = Paged("cuda", lengths, BLOCK, math.nan, 128, kv_heads=1)
+    q = normal("cuda", len(lengths), 32, 128)
+    out, lse = paged.run(q)
+    for few in (slice(0, 20), slice(20, 21), slice(38, 70)):
+        part = ops.paged_attention(
+            q[few], paged.k_cache, paged.v_cache, paged.tables[few], paged.seq_lens[few],
+            return_lse=True,
+        )  # fmt: skip
+        assert same((out[few], lse[:, few]), part)
+
+
+@pytest.mark.gpu
+def test_explain_tells_of_clusters() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the routes of Hopper")
+    paged = Paged("cuda", [4096, 5], BLOCK, kv_heads=1)
+    q = normal("cuda", 2, 32, DIM)
+    clusters = explained(paged, q, 1)
+    assert len(clusters.kernels) == 1 and "clusters of 6" in clusters.choices[0]
+    paged.tables = pad(paged.tables, (0, 9))
+    general = explained(paged, q, 1)
+    assert len(general.kernels) == 2 and "clusters" not in general.choices[0]
