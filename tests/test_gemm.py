@@ -380,8 +380,9 @@ def test_small_grids_are_split_and_large_ones_are_not() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_a_row_of_int4_experts_keeps_its_bits(device: str):
-    """Three rows an expert, which Hopper has a kernel for, or twenty and a hundred."""
+@pytest.mark.parametrize("int4", [False, True], ids=["dense", "int4"])
+def test_a_row_of_experts_keeps_its_bits(int4: bool, device: str):
+    """One to six rows an expert, whose rings Hopper's kernel shapes, or twenty and a hundred."""
     experts, N, K = 4, 256, 512
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(experts * N, K, generator=generator).to(device, torch.bfloat16)
@@ -391,9 +392,12 @@ def test_a_row_of_int4_experts_keeps_its_bits(device: str):
     def product(count: int) -> torch.Tensor:
         offsets = torch.arange(experts + 1, dtype=torch.int32, device=device) * count
         rows = x[:, :count].reshape(-1, K)
-        out = ops.grouped_int4_linear(rows, packed, offsets, batch_invariant=True)
+        if int4:
+            out = ops.grouped_int4_linear(rows, packed, offsets, batch_invariant=True)
+        else:
+            out = ops.grouped_linear(rows, weight.view(experts, N, K), offsets)
         return out.view(experts, count, N)
 
     many = product(100)
-    for count in (3, 20):
+    for count in (1, 3, 6, 20):
         assert torch.equal(product(count), many[:, :count]), count

@@ -20,14 +20,18 @@ template <class Tile>
 struct Weights {
   using T = typename Tile::T;
 
-  const Shared<Tile>& shared;
+  Shared<Tile>& shared;
   const Launch& launch;
   Consumer me;
   std::uint32_t words[2][kSteps];          // int4
   device::Pair<T> scale[2], zero[2];       // int4
 
+  __device__ __forceinline__ const std::uint8_t* weight_of(int stage) const {
+    return Stage<Tile>(launch, shared, stage).weight();
+  }
+
   __device__ __forceinline__ void load_scales(int stage, int group) {
-    const auto& scales = shared.scales[stage];
+    const auto& scales = Stage<Tile>(launch, shared, stage).scales();
     const bool gated = is_gated(launch.grouped.gemm.activation);
     const int row = me.warpgroup * kWarpgroupRows + me.warp * 16;
 #pragma unroll
@@ -45,7 +49,7 @@ struct Weights {
     if constexpr (Tile::kInt4) {
       const bool gated = is_gated(launch.grouped.gemm.activation);
       const int strip = me.warpgroup * 4 + me.warp;
-      const auto* strips = reinterpret_cast<const uint4*>(shared.weight[stage]) + me.lane;
+      const auto* strips = reinterpret_cast<const uint4*>(weight_of(stage)) + me.lane;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const uint4 v = strips[(gated ? strip / 2 * 2 + r : strip) * device::kWarpSize];
@@ -71,7 +75,7 @@ struct Weights {
       // Rows of 64 bytes with the swizzle of their size: chunks of 16 move by row / 2.
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const std::uint8_t* at = shared.weight[stage] + (first + me.quad + 8 * r) * Tile::kDepth +
+        const std::uint8_t* at = weight_of(stage) + (first + me.quad + 8 * r) * Tile::kDepth +
                                  (step ^ (me.quad / 2)) * kVector + me.in_quad * 2;
 #pragma unroll
         for (int h = 0; h < 2; ++h)
@@ -94,7 +98,7 @@ using Sums = float[ceil_div(Tile::kRows, kPieceRows)][std::min(Tile::kRows, kPie
 /// x: 32 tokens 177 us, by wgmma 169.
 template <class Tile, int kEights, int kPiece>
 __device__ __forceinline__ void multiply_groups(const Launch& launch, Shared<Tile>& shared,
-                                                Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                                Ring& ring, Sums<Tile>& sums,
                                                 const Consumer& me) {
   using T = typename Tile::T;
   constexpr bool kByWarps = kEights <= 2;
@@ -106,6 +110,7 @@ __device__ __forceinline__ void multiply_groups(const Launch& launch, Shared<Til
 #pragma unroll 1
   for (int k = 0; k < launch.steps; ++k, ring.next()) {
     const int s = ring.stage;
+    const Stage<Tile> stage(launch, shared, s);
     ptx::mbarrier_wait(&shared.full[s], ring.parity);
     if (!kByWarps && !launch.in_order) ptx::fence_async_shared();  // x came by ordinary copies
 #pragma unroll 1
@@ -121,7 +126,7 @@ __device__ __forceinline__ void multiply_groups(const Launch& launch, Shared<Til
         for (int r = 0; r < 2; ++r) {
           const int of = gated ? strip / 2 * 2 + r : strip;
           words[r] = *reinterpret_cast<const uint2*>(
-              shared.weight[s] +
+              stage.weight() +
               ((of * Tile::kBoxes + box) * device::kWarpSize + me.lane) * kVector + at * 4);
           const int shift = 4 * (gated ? in_strip : r);
           words[r].x >>= shift, words[r].y >>= shift;
@@ -132,7 +137,7 @@ __device__ __forceinline__ void multiply_groups(const Launch& launch, Shared<Til
           fragments[i][f] = device::expand_int4<T>(of.x, f / 2 * 2, weights.zero[f % 2]);
           fragments[i + 1][f] = device::expand_int4<T>(of.y, f / 2 * 2, weights.zero[f % 2]);
         }
-        const auto& x = shared.x[s][box * Tile::kRows];
+        const std::uint8_t* x = stage.x(box);
         if constexpr (kByWarps) {
 #pragma unroll
           for (int e = 0; e < kEights; ++e) {
@@ -171,7 +176,7 @@ __device__ __forceinline__ void multiply_groups(const Launch& launch, Shared<Til
 
 template <class Tile, int kEights>
 __device__ __forceinline__ void multiply_int4(const Launch& launch, Shared<Tile>& shared,
-                                              Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                              Ring& ring, Sums<Tile>& sums,
                                               const Consumer& me) {
   constexpr int kAll = Tile::kBoxes * kSteps;
   if (launch.groups == 1) {

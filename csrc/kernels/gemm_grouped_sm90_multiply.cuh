@@ -38,7 +38,7 @@ __device__ __forceinline__ void multiply(float (&sums)[kPieces][kEights][4], std
 /// expanded.
 template <class Tile, int kN>
 __device__ __forceinline__ void multiply_stages(const Launch& launch, Shared<Tile>& shared,
-                                                Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                                Ring& ring, Sums<Tile>& sums,
                                                 const Consumer& me, int steps) {
   using T = typename Tile::T;
   const auto release = [&](int stage) {
@@ -48,6 +48,7 @@ __device__ __forceinline__ void multiply_stages(const Launch& launch, Shared<Til
   int before = -1;
   const auto take = [&](Fragment (&fragments)[kSteps]) {
     const int s = ring.stage;
+    const Stage<Tile> stage(launch, shared, s);
     ptx::mbarrier_wait(&shared.full[s], ring.parity);
     if (!launch.in_order) ptx::fence_async_shared();  // x came by ordinary copies
     if constexpr (Tile::kExpands) {
@@ -55,9 +56,9 @@ __device__ __forceinline__ void multiply_stages(const Launch& launch, Shared<Til
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) weights.expand(fragments[step], s, step);
     }
-    const std::uint64_t x = ptx::swizzled_operand(shared.x[s], 16, 8 * kRowBytes);
+    const std::uint64_t x = ptx::swizzled_operand(stage.x(), 16, 8 * kRowBytes);
     const std::uint64_t weight = ptx::swizzled_operand(
-        shared.weight[s] + me.warpgroup * kWarpgroupRows * kRowBytes, 16, 8 * kRowBytes);
+        stage.weight() + me.warpgroup * kWarpgroupRows * kRowBytes, 16, 8 * kRowBytes);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
@@ -93,7 +94,7 @@ constexpr int kInFlight = 2;  // steps that are multiplied while others are expa
 /// multiplied, those that come next, and those that are expanded.
 template <class Tile, int kN>
 __device__ __forceinline__ void multiply_expanded(const Launch& launch, Shared<Tile>& shared,
-                                                  Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                                  Ring& ring, Sums<Tile>& sums,
                                                   const Consumer& me) {
   const auto release = [&](int stage) {
     if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
@@ -112,7 +113,8 @@ __device__ __forceinline__ void multiply_expanded(const Launch& launch, Shared<T
   int before = -1;
   for (int k = 1; k <= launch.steps; ++k) {
     const int s = ring.stage;
-    const std::uint64_t x = ptx::swizzled_operand(shared.x[s], 16, 8 * kRowBytes);
+    const Stage<Tile> stage(launch, shared, s);
+    const std::uint64_t x = ptx::swizzled_operand(stage.x(), 16, 8 * kRowBytes);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       ptx::wgmma_fence();
@@ -173,20 +175,20 @@ __device__ __forceinline__ void multiply_part(float (&sums)[kPieces][kEights][4]
 /// The same of e4m3 by e4m3: the tensor cores keep 14 bits of a sum, so its parts of kCount stages
 /// are added in float32, up to 128 rows of x at a time.
 template <class Tile, int kN, int kCount>
-__device__ __forceinline__ void multiply_codes(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
-                                               Sums<Tile>& sums, const Consumer& me,
-                                               bool in_order) {
+__device__ __forceinline__ void multiply_codes(const Launch& launch, Shared<Tile>& shared,
+                                               Ring& ring, Sums<Tile>& sums, const Consumer& me) {
   std::uint64_t x[kCount], weight[kCount];
   int stages[kCount];
 #pragma unroll
   for (int j = 0; j < kCount; ++j, ring.next()) {
     stages[j] = ring.stage;
-    x[j] = ptx::swizzled_operand(shared.x[ring.stage], 16, 8 * kRowBytes);
+    const Stage<Tile> stage(launch, shared, ring.stage);
+    x[j] = ptx::swizzled_operand(stage.x(), 16, 8 * kRowBytes);
     weight[j] = ptx::swizzled_operand(
-        shared.weight[ring.stage] + me.warpgroup * kWarpgroupRows * kRowBytes, 16, 8 * kRowBytes);
+        stage.weight() + me.warpgroup * kWarpgroupRows * kRowBytes, 16, 8 * kRowBytes);
     ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
   }
-  if (!in_order) ptx::fence_async_shared();  // x came by ordinary copies
+  if (!launch.in_order) ptx::fence_async_shared();  // x came by ordinary copies
   multiply_part<0, std::min(kN, 128)>(sums, weight, x);
   if constexpr (kN > 128) multiply_part<128, kN - 128>(sums, weight, x);
   if (me.thread == 0)
@@ -196,14 +198,14 @@ __device__ __forceinline__ void multiply_codes(Shared<Tile>& shared, Ring<Tile::
 
 template <class Tile, int kN>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
-                                              Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                              Ring& ring, Sums<Tile>& sums,
                                               const Consumer& me) {
   if constexpr (Tile::kFp8X) {
     constexpr int kAddEvery = 2;
     int k = 0;
     for (; k + kAddEvery <= launch.steps; k += kAddEvery)
-      multiply_codes<Tile, kN, kAddEvery>(shared, ring, sums, me, launch.in_order);
-    if (k < launch.steps) multiply_codes<Tile, kN, 1>(shared, ring, sums, me, launch.in_order);
+      multiply_codes<Tile, kN, kAddEvery>(launch, shared, ring, sums, me);
+    if (k < launch.steps) multiply_codes<Tile, kN, 1>(launch, shared, ring, sums, me);
   } else if constexpr (Tile::kExpands && Tile::kRows > kPieceRows) {
     multiply_expanded<Tile, kN>(launch, shared, ring, sums, me);
   } else {
@@ -225,7 +227,7 @@ __device__ __forceinline__ void clear(Sums<Tile>& sums) {
 /// the two multiplies.
 template <class Tile>
 __device__ __forceinline__ void multiply_segments(const Launch& launch, Shared<Tile>& shared,
-                                                  Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                                  Ring& ring, Sums<Tile>& sums,
                                                   const Consumer& me) {
   const int segments = launch.grouped.segments;
   clear<Tile>(sums);
@@ -245,7 +247,7 @@ __device__ __forceinline__ void multiply_segments(const Launch& launch, Shared<T
 
 template <class Tile>
 __device__ __forceinline__ void multiply_rows(const Launch& launch, Shared<Tile>& shared,
-                                              Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                              Ring& ring, Sums<Tile>& sums,
                                               int rows, const Consumer& me) {
   if constexpr (Tile::kSegments) {
     multiply_segments<Tile>(launch, shared, ring, sums, me);

@@ -38,6 +38,7 @@ def indices(values: Sequence[int]) -> Lazy:
 
 
 MIXED = [(7 * i + i // 5) % 40 for i in range(150)]
+MIXED_FEW = [(3 * i) % 4 for i in range(19)]
 
 GROUPED = OpCase(
     name="grouped_linear",
@@ -58,6 +59,11 @@ GROUPED = OpCase(
                offsets=at(0, 3, 6)),
         Sample("no expert has a row", x=normal(3, 64), weight=normal(2, 48, 64),
                offsets=at(0, 0, 0)),
+        Sample("stages of 8 rows, more of them than the ring has", x=normal(3, 1600),
+               weight=normal(3, 160, 1600), offsets=at(0, 1, 1, 3)),
+        Sample("stages of 24 rows, one expert has all, gathered, gated", x=normal(4, 1160),
+               weight=normal(2, 160, 1160), offsets=at(0, 0, 19), rows=indices(MIXED_FEW),
+               activation="silu_mul"),
         Sample("tiles of 64 rows, odd tails", x=normal(131, 264), weight=normal(3, 200, 264),
                offsets=at(0, 63, 128, 131)),
         Sample("tiles of 128 rows", x=normal(300, 128), weight=normal(2, 144, 128),
@@ -148,6 +154,9 @@ def _fp8_samples() -> list[Sample]:
             Sample(f"x of {name}: N no multiple of 16, another activation", x=of_x(40, 64),
                    weight=fp8(2, 72, 64), weight_scale=_positive(2, 72), offsets=at(0, 33, 40),
                    out_dtype=out, activation="gelu_mul", **scale),
+            Sample(f"x of {name}: one row, more stages than the ring has", x=of_x(1, 2192),
+                   weight=fp8(3, 144, 2192), weight_scale=_positive(3, 144),
+                   offsets=at(0, 0, 1, 1), out_dtype=out, **one),
             Sample(f"x of {name}: no rows", x=of_x(0, 64), weight=fp8(2, 32, 64),
                    weight_scale=_positive(2), offsets=at(0, 0, 0), out_dtype=out, **one),
         ]  # fmt: skip
