@@ -11,8 +11,8 @@
 /// Dense products of many rows with an activation behind them. H200, bf16 with bias, GELU of 8192 x
 /// 4096 x 1024 (M x N x K): cuBLASLt and a kernel behind it 128.6 us, this one 105.3; gated SiLU of
 /// 4096 x 28672 x 4096 1577 and 1457. The sums without bias and GELU take 95.8, so that 10 us of it
-/// are not hidden. Tried, and no faster: half of the weight's rows, or of x, sent to both blocks of a
-/// cluster of two (in one run 123.3 us alone and 127.0 so; 4096 x 28672 x 4096 1439 and 1447).
+/// are not hidden. Tried, and no faster: half of the weight's rows, or of x, sent to both blocks of
+/// a cluster of two (in one run 123.3 us alone and 127.0 so; 4096 x 28672 x 4096 1439 and 1447).
 namespace ridgeline::gemm_turns {
 namespace {
 
@@ -66,8 +66,8 @@ __device__ __forceinline__ void for_each_tile(const Launch& launch, int first, i
     fn(place_of(launch.tiles, i));
 }
 
-/// The turn to multiply goes from one warpgroup to the other, so that one multiplies while the other
-/// finishes its tile.
+/// The turn to multiply goes from one warpgroup to the other, so that one multiplies while the
+/// other finishes its tile.
 __device__ __forceinline__ void wait_for_turn(const Consumer& me) {
   ptx::named_barrier_sync(1 + me.warpgroup, kConsumers * kWarpgroup);
 }
@@ -195,7 +195,7 @@ __device__ __forceinline__ void store_tile(const Launch& launch, Shared<typename
 
 /// Grid: one block an SM, which takes tiles of 128 rows of x by 128 weight rows in turn. Block: a
 /// thread that brings stages of 64 columns, two warpgroups that take tiles by turns. Shared memory:
-/// six stages, 227 KB in all. float32 sums, one rounding, behind the activation.
+/// six stages, 224 KB in all. float32 sums, one rounding, behind the activation.
 /// 2 M N K flops on the tensor cores bound it: a tile of K = 1024 takes them 8200 cycles, GELU of
 /// it the other warpgroup about half as long.
 template <class Tile>
@@ -243,6 +243,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       leave_to_other();
       store_tile<Tile>(launch, shared, place, sums, bias, me);
     });
+    if (me.lane == 0) ptx::wait_stores_read<0>();  // shared memory lives until then
   }
 #endif
 }
