@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <type_traits>
 
 #include "common/dispatch.h"
 #include "cpu/half.h"

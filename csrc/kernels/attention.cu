@@ -194,8 +194,8 @@ void few_queries(const AttentionParams& p, Stream stream) {
         return (config::packs_all(p)
                     ? "all sequences"
                     : "sequences of more than " + std::to_string(config::kMmaRows) + " rows") +
-               ": splits of " + std::to_string(config::row_split_keys(p.max_k)) +
-               " keys on wgmma" +
+               ": splits of " + std::to_string(config::kRowSplitKeys) +
+               " keys or more on wgmma" +
                (config::joins_clusters(p, device::multiprocessors())
                     ? ", joined in clusters of " + std::to_string(config::max_row_splits(p.max_k))
                     : "");

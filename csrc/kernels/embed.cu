@@ -19,10 +19,9 @@ struct EmbedLaunch {
 
 // ---- Phases -----------------------------------------------------------------------------------
 
-/// From L2: L1 may hold what was there before the kernels ahead had ended.
 __device__ __forceinline__ std::int64_t id_at(const void* ids, DType dtype, std::int64_t i) {
-  return dtype == DType::kInt64 ? __ldcg(static_cast<const std::int64_t*>(ids) + i)
-                                : __ldcg(static_cast<const std::int32_t*>(ids) + i);
+  return dtype == DType::kInt64 ? static_cast<const std::int64_t*>(ids)[i]
+                                : static_cast<const std::int32_t*>(ids)[i];
 }
 
 __device__ __forceinline__ std::int64_t row_or_0(std::int64_t row, std::int64_t rows) {
@@ -51,7 +50,7 @@ __device__ __forceinline__ device::Vec<T> embedded(const EmbedLaunch& launch, st
   const EmbedParams& params = launch.params;
   std::int64_t id = id_at(params.ids, params.index_dtype, token);
   if (id < 0 && params.last_tokens != nullptr && -1 - id < params.last_count)
-    id = __ldcg(params.last_tokens + (-1 - id));
+    id = params.last_tokens[-1 - id];
   const T* row =
       static_cast<const T*>(params.weight) + row_or_0(id, params.rows) * params.stride;
   device::Vec<T> piece;

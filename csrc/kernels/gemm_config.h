@@ -222,11 +222,11 @@ constexpr bool is_for_few(std::int64_t rows, std::int32_t segments) {
 }
 
 /// Where a kernel with the activation in it beats cuBLASLt and one behind it: where tiles of 128 x
-/// 128 keep four of five SMs busy, to the last wave. H200, bf16: 56 such products of 128 to 8192 rows
-/// took 0.79 to 1.01 of its time, the median 0.88. Not GELU of 512 x 5120 x 1280 (M x N x K), whose
-/// 160 tiles leave a second wave all but empty: 18.9 us and 16.5; nor of 256 x 4096 x 1024, 64 tiles:
-/// 12.2 and 9.6; nor where most of the only row of tiles may be empty, gated SiLU of 80 x 28672 x
-/// 4096: 79.0 and 68.6, with 112 rows 68.5 and 70.3.
+/// 128 keep four of five SMs busy, to the last wave. H200, bf16: 56 such products of 128 to 8192
+/// rows took 0.79 to 1.01 of its time, the median 0.88. Not GELU of 512 x 5120 x 1280 (M x N x K),
+/// whose 160 tiles leave a second wave all but empty: 18.9 us and 16.5; nor of 256 x 4096 x 1024, 64
+/// tiles: 12.2 and 9.6; nor where most of the only row of tiles may be empty, gated SiLU of 80 x
+/// 28672 x 4096: 79.0 and 68.6, with 112 rows 68.5 and 70.3.
 constexpr bool is_for_turns(const Shape& shape) {
   using enum Activation;
   constexpr std::int64_t kSide = 128, kLeastRows = 97;

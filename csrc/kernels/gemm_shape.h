@@ -19,18 +19,19 @@ constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that t
 constexpr int kCodesCols = 16384;   // columns of a row whose codes the strips kernel makes
 constexpr int kTileCols = 128;      // weight rows a block of the tile kernel owns
 constexpr int kWarpsWanted = 1500;  // 11 an SM of 132: with 8 KB each in flight, the bus is full
-constexpr int kBlocksWanted =
-    132;  // fewer tiles than this leave SMs idle: K is split over the grid
+// Fewer tiles than this leave SMs idle: K is split over the grid.
+constexpr int kBlocksWanted = 132;
 
 /// Shared memory of a block of strips or digits, and of one of the cluster kernel's that has an SM
-/// of its own: two do not fit an SM, but one beside decode attention's does. Where two fitted, those
-/// of products with less x stacked. H200, a token of 8B products, 4 rows: bf16 5.01 ms, so 3.59; fp8
-/// 2.92, 2.64; int4 1.73, 1.44; one row the same.
+/// of its own: two do not fit an SM, but one beside decode attention's does, or one of kShareOfSm.
+/// Where two fitted, those of products with less x stacked. H200, a token of 8B products, 4 rows:
+/// bf16 5.01 ms, so 3.59; fp8 2.92, 2.64; int4 1.73, 1.44; one row the same.
 constexpr int kShareOfStrips = 114 * 1024;
+static_assert(kShareOfSm + kShareOfStrips + 2 * 1024 <= 228 * 1024);
 
 enum class Path : std::uint8_t {
-  kStrips,   // Hopper, up to 8 rows: each block streams whole strips of the weight
-  kDigits,   // Hopper, int4, up to 8 rows: the same, by the integer tensor cores
+  kStrips,   // Hopper, 8 rows or fewer: each block streams whole strips of the weight
+  kDigits,   // Hopper, int4, 8 rows or fewer: the same, by the integer tensor cores
   kCluster,  // Hopper, up to 64 rows, batch-invariant more: tiles of the weight, K cut by a cluster
   kStream,   // up to 16 rows: each warp streams a strip of the weight
   kTile,     // shared-memory tiles

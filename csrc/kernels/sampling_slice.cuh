@@ -40,6 +40,7 @@ struct LogitSlice {
   float* values;     // [warp][resident_ids]
 
   __device__ const T* logits() const {
+    static_assert(!kAdjusted);
     return static_cast<const T*>(params.logits) + row * params.stride_logits;
   }
 
@@ -103,7 +104,9 @@ struct LogitSlice {
   template <bool kFirst = false, class Fn>
   __device__ __forceinline__ void for_each(Fn&& fn) const {
     const int lane = threadIdx.x % device::kWarpSize, warp = threadIdx.x / device::kWarpSize;
-    const bool aligned = reinterpret_cast<std::uintptr_t>(logits()) % (4 * sizeof(T)) == 0;
+    bool aligned = false;
+    if constexpr (!kAdjusted)
+      aligned = reinterpret_cast<std::uintptr_t>(logits()) % (4 * sizeof(T)) == 0;
     const int begin = first + warp * warp_ids + 4 * lane;
     float* own = values + warp * resident_ids + 4 * lane;
 #pragma unroll 1
