@@ -261,6 +261,14 @@ def test_bad_words_never_come(llm: LLM, reference, monkeypatch, words, ahead: bo
     assert free == beside != tokens
 
 
+def test_bad_words_that_cannot_come_are_left_out(llm: LLM, monkeypatch):
+    """A tokenizer may have tokens that the model has not."""
+    free = run(llm, max_tokens=4, ignore_eos=True).token_ids
+    banned = [[tiny_model.VOCAB], [tiny_model.VOCAB + 9, 5]]
+    monkeypatch.setattr(llm._parts.tokenizer, "spellings", lambda words: banned)
+    assert run(llm, max_tokens=4, ignore_eos=True, bad_words="x").token_ids == free
+
+
 def test_penalties_do_not_reach_the_neighbours(llm: LLM):
     alone = run(llm, max_tokens=8, ignore_eos=True).token_ids
     penalised = SamplingParams(

@@ -219,6 +219,20 @@ def test_inactive_stop_strings_let_text_pass():
     assert stops.finish() == "a"
 
 
+def test_spellings_of_a_word(byte_fallback, tokenizer):
+    mark, a, b = (256 + "▁abcdefgh".index(character) for character in "▁ab")
+    assert byte_fallback.spellings(["ab"]) == [[mark, a, b], [mark, mark, a, b], [a, b]]
+    (start, space) = tokenizer.encode(["zq", " zq"])
+    assert tokenizer.spellings(["zq"]) == [start, space]
+
+
+def test_a_word_without_tokens_has_no_spelling(tmp_path: Path):
+    backend = Backend(models.BPE({"a": 0}, []))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match="the tokenizer has no tokens for 'é'"):
+        Tokenizer(tmp_path / "tokenizer.json").spellings(["é"])
+
+
 def test_many_texts_are_encoded_in_order(tokenizer):
     texts = [f"fox {i}" for i in range(2500)]  # more than two chunks
     assert [tokenizer.decode(ids) for ids in tokenizer.encode(texts)] == texts

@@ -85,7 +85,8 @@ class Core:
         ``streams``: False leaves out pieces that end no output. ``deadline``: seconds from now.
         """
         params.check_for(self._vocab_size, has_tokenizer=self._tokenizer is not None)
-        banned = self._tokenizer.spellings(params.bad_words) if self._tokenizer is not None else []
+        spelled = [] if self._tokenizer is None else self._tokenizer.spellings(params.bad_words)
+        banned = [ids for ids in spelled if max(ids) < self._vocab_size]  # others cannot come
         seed = self._seeds.randrange(_SEEDS) if params.seed is None else params.seed
         arrival = self._clock()
         now = int(arrival * 1e6)

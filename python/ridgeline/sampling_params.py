@@ -30,9 +30,9 @@ class SamplingParams:
         repetition_penalty: divides a positive logit, multiplies a negative one, of tokens that
             are in the prompt or the output (Keskar et al., "CTRL", 2019). Above 0; 1: none.
         logit_bias: token id -> number added to its logit.
-        bad_words: strings that the output must not spell: of the tokens of each, as it is and
-            after a space, the last one cannot follow the others. The same text in other tokens is
-            not seen; ``stop`` finds it.
+        bad_words: strings that the output must not spell: of the tokens of each, as a text begins
+            with it and after a space or a full stop, the last cannot follow the others. The same
+            text in other tokens, or begun by the prompt, is not seen; ``stop`` finds the former.
         max_tokens: the most tokens of an output; None: as many as the context holds.
         min_tokens: before so many tokens neither a stop token nor a stop string ends the output.
         ignore_eos: the model's end-of-sequence token does not end the output.

@@ -48,15 +48,17 @@ class Tokenizer:
                 yield encoding.ids
 
     def spellings(self, words: Sequence[str]) -> list[list[int]]:
-        """The tokens of each word in a text, as it is and after a space."""
+        """The tokens of each word at the start of a text, after a space, and after a full stop."""
         found: list[list[int]] = []
         for word in words:
-            forms = [_unicode(word), " " + word]
+            forms = [_unicode(word), " " + word, "." + word, "."]
             encodings = self._backend.encode_batch(forms, add_special_tokens=False)
-            spelled = [encoding.ids for encoding in encodings if encoding.ids]
-            if not spelled:
+            *spelled, behind, stop = [encoding.ids for encoding in encodings]
+            if behind[: len(stop)] == stop:
+                spelled.append(behind[len(stop) :])
+            if not any(spelled):
                 raise ValueError(f"the tokenizer has no tokens for {word!r}")
-            found += [ids for ids in spelled if ids not in found]
+            found += [ids for i, ids in enumerate(spelled) if ids and ids not in spelled[:i]]
         return found
 
     @cached_property
