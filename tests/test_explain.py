@@ -30,12 +30,17 @@ def test_refuses_an_unknown_op() -> None:
 
 def test_measures_on_copies() -> None:
     """An op that writes, strided arguments, and a packed weight, whose tensors are copied too."""
-    rows = torch.randn(8, 130)[:, 1:129]
+    rows = torch.randn(1024, 4097)[:, 1:4097]
     assert "takes" not in str(ridgeline.explain("softmax", rows))
     explanation = ridgeline.explain("softmax", rows, roofs=ROOFS, measure=True)
-    assert explanation.measured_us is not None and explanation.measured_us > 0
-    share = 1.0 / explanation.measured_us
-    assert f"takes {explanation.measured_us:.2f} us, {share:.0%} of the roof" in str(explanation)
+    assert explanation.measured is not None and explanation.measured.cold
+    share = explanation.floor_us / explanation.measured.us
+    assert f"takes {explanation.measured.us:.2f} us, {share:.0%} of the roof" in str(explanation)
+    few = ridgeline.explain("softmax", rows[:1], roofs=ROOFS, measure=True)
+    assert str(few).endswith("us, in caches")
+    (copy,) = _copied([rows], [])
+    assert copy.stride() == rows.stride() and torch.equal(copy, rows)
+    assert (copy.data_ptr() - rows.data_ptr()) % 16 == 0 and rows.data_ptr() % 16 != 0
 
     cache = torch.zeros(2, 4, 16, 2, 64)
     key, value = torch.randn(2, 3, 2, 64)
@@ -110,5 +115,5 @@ def test_measures_in_a_graph() -> None:
     weight = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
     explanation = ridgeline.explain("linear", weight[:4], weight, measure=True)
     assert len(explanation.kernels) == 1
-    assert explanation.measured_us is not None
-    assert explanation.measured_us > 4, "32 MiB from memory, not from a cache"
+    assert explanation.measured is not None and explanation.measured.cold
+    assert explanation.measured.us > 4, "32 MiB from memory, not from a cache"

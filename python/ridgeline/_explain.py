@@ -12,7 +12,7 @@ import torch
 from ridgeline import ops
 from ridgeline.roofline.cost import Cost, costed_ops, op_cost
 from ridgeline.roofline.machine import Roofs
-from ridgeline.roofline.timing import time_call
+from ridgeline.roofline.timing import Timing, time_call
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,8 @@ class Explanation:
         choices: what was cut how, in words. slower: why a slower kernel stands in for a faster one.
         cost: the bytes the op must move and the operations it must do.
         floor_us: the least time on this device, and what bounds it; None without ``roofs``.
-        measured_us: the time it takes; None unless it was to be measured.
+        measured: the time it takes, and whether it read memory rather than caches; None unless
+            it was to be measured.
     """
 
     op: str
@@ -69,7 +70,7 @@ class Explanation:
     cost: Cost
     floor_us: float | None = None
     bound: str | None = None
-    measured_us: float | None = None
+    measured: Timing | None = None
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -85,9 +86,11 @@ class Explanation:
         yield f"  must move {self.cost.bytes:,} bytes and do {self.cost.flops:,} operations"
         if self.floor_us is not None:
             yield f"  at least {self.floor_us:.2f} us here, bound by {self.bound}"
-        if self.measured_us is not None:
-            share = f", {self.floor_us / self.measured_us:.0%} of the roof" if self.floor_us else ""
-            yield f"  takes {self.measured_us:.2f} us{share}"
+        if self.measured is not None:
+            where = "" if self.measured.cold else ", in caches"
+            if self.measured.cold and self.floor_us:
+                where = f", {self.floor_us / self.measured.us:.0%} of the roof"
+            yield f"  takes {self.measured.us:.2f} us{where}"
 
 
 def explain(
@@ -106,8 +109,8 @@ def explain(
         args, kwargs: as for the op; they are checked as in a real call.
         strict: raise where a slower kernel stands in for a faster one, instead of saying so.
         roofs: of the device (:func:`ridgeline.roofline.machine.measure_roofs`), for the least time.
-        measure: also time the op, as the benchmarks do: on copies of the tensors, at least two and
-            together larger than the caches, so that a call reads memory; on a GPU in a graph.
+        measure: also time the op, as the benchmarks do: on a GPU in a graph, on copies of the
+            tensors, at least two and as many as exceed the caches, but at most 64.
 
     Returns:
         An :class:`Explanation`. Arguments on the CPU have one route, the library's own loops.
@@ -133,10 +136,11 @@ def explain(
         cost=cost,
         floor_us=roofs.floor_us(cost) if roofs else None,
         bound=roofs.bound(cost) if roofs else None,
-        measured_us=_measured_us(device, op, args, kwargs) if measure else None,
     )
     if strict and explanation.slower:
         raise RuntimeError(f"{op} does not take its fastest route: {'; '.join(explanation.slower)}")
+    if measure:
+        return replace(explanation, measured=_measured(device, explanation, args, kwargs))
     return explanation
 
 
@@ -145,10 +149,10 @@ def _device_of(values: list[Any]) -> torch.device:
     return tensors[0].device if tensors else torch.device("cpu")
 
 
-def _measured_us(
-    device: torch.device, op: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float:
-    call = getattr(ops, op)
+def _measured(
+    device: torch.device, explanation: Explanation, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Timing:
+    call = getattr(ops, explanation.op)
 
     def make() -> list[Any]:
         copies: list[Any] = []
@@ -156,7 +160,12 @@ def _measured_us(
             given = _copied(args, copies), _copied(kwargs, copies)
         return [given, *copies]  # the timer counts the tensors among its inputs
 
-    return time_call(make, lambda given, *_: call(*given[0], **given[1]), device=device).us
+    return time_call(
+        make,
+        lambda given, *_: call(*given[0], **given[1]),
+        device=device,
+        touched=explanation.cost.bytes,
+    )
 
 
 def _copied(value: Any, copies: list[torch.Tensor]) -> Any:

@@ -39,13 +39,15 @@ def _set_bytes(inputs: Sequence[Any]) -> int:
     return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
-def input_sets(make: Callable[[], Sequence[Any]]) -> tuple[list[Sequence[Any]], bool]:
-    """Input sets to rotate through, and whether together they exceed the caches."""
+def input_sets(
+    make: Callable[[], Sequence[Any]], touched: int | None = None
+) -> tuple[list[Sequence[Any]], bool]:
+    """Input sets to rotate through, and whether what calls touch of them exceeds the caches."""
     sets = [make()]
     size = max(1, _set_bytes(sets[0]))
     count = max(2, min(_MOST_SETS, -(-_COLD_BYTES // size)))
     sets += [make() for _ in range(count - 1)]
-    return sets, count * size >= _COLD_BYTES
+    return sets, count * (size if touched is None else min(size, touched)) >= _COLD_BYTES
 
 
 def time_call(
@@ -55,9 +57,12 @@ def time_call(
     launches: int = 20,
     replays: int = 15,
     device: str | torch.device = "cuda",
+    touched: int | None = None,
 ) -> Timing:
     """Times ``call(*make())``; arguments as in :func:`time_calls`."""
-    return time_calls(make, [call], launches=launches, replays=replays, device=device)[0]
+    return time_calls(
+        make, [call], launches=launches, replays=replays, device=device, touched=touched
+    )[0]
 
 
 def time_calls(
@@ -67,6 +72,7 @@ def time_calls(
     launches: int = 20,
     replays: int = 15,
     device: str | torch.device = "cuda",
+    touched: int | None = None,
 ) -> list[Timing]:
     """Times each ``call(*make())``, by turns: a clock that falls while it measures falls for all.
 
@@ -76,8 +82,9 @@ def time_calls(
         launches: calls in one graph (raised to the number of input sets).
         replays: timed replays after untimed ones; CPU: timed calls.
         device: "cuda" times by events around graph replays, "cpu" by the wall clock.
+        touched: bytes of its inputs that a call reads or writes; None: all.
     """
-    sets, cold = input_sets(make)
+    sets, cold = input_sets(make, touched)
     if torch.device(device).type == "cpu":
         return [_summary(_cpu_samples(sets, call, replays), cold) for call in calls]
     samples = _graph_samples(sets, calls, max(launches, len(sets)), replays)
