@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 import tiny_model
 from ridgeline import LLM, SamplingParams, quantize_checkpoint
+from ridgeline.quant.formats import gptq_written_config
 from test_models import load, logits_of
 from tiny_model import one_thread  # noqa: F401
 
@@ -74,6 +75,19 @@ def test_a_group_of_all_columns_is_a_channel(tmp_path: Path, zero_point: bool):
     load(tmp_path / "out")
     assert weights_of(tmp_path / "out")["strategy"] == "channel"
     assert "group_size" not in weights_of(tmp_path / "out")
+
+
+def test_rules_of_gptq_name_what_others_join():
+    names = [f"m.0.attn.{name}_proj" for name in "qkv"] + ["m.0.mlp.gate_proj"]
+    rules = gptq_written_config(32, zero_point=False, ignore=names)["dynamic"]
+    patterns = [rule.removeprefix("-:") for rule in rules]
+    assert len(patterns) == 5
+
+    def is_left_out(module: str) -> bool:
+        return any(re.match(pattern, module) for pattern in patterns)
+
+    assert all(map(is_left_out, [*names, "m.0.attn.qkv_proj"]))
+    assert not any(map(is_left_out, ["m.0.mlp.gate_up_proj", "m.0.attn.o_proj"]))
 
 
 @pytest.mark.parametrize("act_order", ["none", "group"])

@@ -181,6 +181,23 @@ def gptq_written(weight: GroupedCodes) -> dict[str, Tensor]:
     }
 
 
+_TOGETHER = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Products that other engines make one of, and then look for by the name of that."""
+
+
+def _with_joined(names: Sequence[str]) -> list[str]:
+    found = list(names)
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        for joined, parts in _TOGETHER.items():
+            if leaf == parts[0] and all(f"{parent}.{part}" in names for part in parts):
+                found.append(f"{parent}.{joined}")
+    return found
+
+
 def gptq_written_config(
     group_size: int, *, zero_point: bool, ignore: Sequence[str]
 ) -> dict[str, Any]:
@@ -193,7 +210,7 @@ def gptq_written_config(
     """
     patterns = [
         name.removeprefix("re:") if name.startswith("re:") else re.escape(name) + "$"
-        for name in ignore
+        for name in _with_joined(ignore)
     ]
     return {
         "quant_method": "gptq",
