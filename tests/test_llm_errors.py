@@ -77,6 +77,7 @@ def test_a_prompt_that_cannot_be_served_is_refused(llm: LLM, prompt: Any, messag
         5,
         b"bytes",
         [b"bytes"],
+        [{1, 2}],
         {"a": 1},
         [{1: 2}],
         [1, "a"],

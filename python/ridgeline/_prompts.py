@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from ridgeline.chat import Messages
@@ -13,6 +13,7 @@ Prompt = str | Sequence[int]
 """Text, or token ids that are taken as they are."""
 
 _MOST = 1e9  # of priorities, and of seconds
+_NO_TOKENS = (bytes, bytearray, memoryview, Mapping, Set)  # though integers come out of them
 
 
 def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
@@ -85,7 +86,7 @@ def chat_prompts(
 def _ids(item: Sequence[int], index: int) -> list[int]:
     try:
         tokens = list(item)
-        if isinstance(item, (bytes, bytearray, Mapping)) or bool in map(type, tokens):
+        if isinstance(item, _NO_TOKENS) or bool in map(type, tokens):
             raise TypeError
         return [token.__index__() for token in tokens]
     except (TypeError, AttributeError):
