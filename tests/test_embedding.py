@@ -52,6 +52,17 @@ def test_negative_ids_need_last_tokens():
         ops.embed(**given)
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_each_step_is_rounded(device: str, dtype: torch.dtype):
+    """As separate operations of PyTorch, to the bit."""
+    torch.manual_seed(2)
+    weight, table = torch.randn(2, 50, 72, device=device).to(dtype)
+    ids, positions = torch.randint(0, 50, (2, 40), device=device)
+    out = ops.embed(ids, weight, scale=0.3, positions=positions, position_weight=table)
+    assert torch.equal(out, weight[ids] * 0.3 + table[positions])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name, values, message", OUTSIDE)
 def test_cuda_checks_on_request_and_reads_row_0_otherwise(

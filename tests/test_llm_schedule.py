@@ -95,7 +95,10 @@ class EagerGraphs(StepGraphs):
 
     def run(self, key: GraphKey, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         self.used = {*getattr(self, "used", ()), key}
-        return compute()
+        if hasattr(self, "lent"):
+            self.lent.fill_(float("nan"))  # which another graph may write over
+        self.lent = compute()
+        return self.lent
 
 
 def eager_graphs(runner: Runner) -> EagerGraphs:
