@@ -24,7 +24,9 @@ def path_of(M: int, N: int, K: int, activation: str, dtype: str = "bfloat16") ->
     [
         (8192, 4096, "gelu", "turns"),
         (8192, 4096, "gelu_tanh", "turns"),
-        (8192, 4096, "silu_mul", "turns"),
+        (8192, 4096, "silu_mul", "library"),
+        (513, 28672, "silu_mul", "library"),
+        (512, 28672, "silu_mul", "turns"),
         (8192, 4096, "none", "library"),
         (8192, 4096, "silu", "library"),
         (8192, 4104, "gelu", "library"),  # the copy engine takes 16 weight rows at a time
@@ -54,9 +56,9 @@ def exact(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Te
 @pytest.mark.parametrize(
     ("M", "N", "K", "bias"),
     [
-        (1024, 2048, 64, True),  # one stage of K, one tile a block
-        (999, 2000, 72, True),  # rows, weight rows and columns that end within a tile
-        (2049, 4096, 1024, False),  # several tiles a block, one row in the last
+        (512, 4096, 64, True),  # one stage of K, one tile a block
+        (487, 4080, 72, True),  # rows, weight rows and columns that end within a tile
+        (385, 12288, 1024, False),  # several tiles a block, one row in the last
     ],
 )
 def test_equals_the_product_and_its_activation(
