@@ -161,11 +161,10 @@ void bind_records(py::module_& m) {
 }
 
 StepCost make_step_cost(double fixed_us, double token_us, double row_us, double swap_us,
-                        const AttentionCosts& attention, const Ids& sizes,
-                        std::int64_t sized_seqs) {
+                        const AttentionCosts& costs, const Ids& sizes, std::int64_t sized_seqs) {
   StepCost cost{.fixed_us = fixed_us, .token_us = token_us, .row_us = row_us,
                 .swap_us = swap_us, .sizes = sizes, .sized_seqs = sized_seqs};
-  for (const auto& [window, key_us, pair_us] : attention)
+  for (const auto& [window, key_us, pair_us] : costs)
     cost.attention.push_back({.window = window, .key_us = key_us, .pair_us = pair_us});
   return cost;
 }

@@ -254,10 +254,9 @@ struct LazySoftmax {
   }
 };
 
-/// As LazySoftmax, with scores and weights in fp16, two columns of row r in [i][r]. For weights
-/// rounded to e4m3: a weight's logarithm is off by 2^-11 of its score. A base is a number of fp16
-/// and comes to lie kBelow under the largest score: a row's largest weights fill e4m3's range. A
-/// row within fp16's rounding of the slack is raised if another row of its warp is.
+/// As LazySoftmax, with scores and weights in fp16, two columns of row r in [i][r], for weights
+/// rounded to e4m3: a weight's logarithm is off by 2^-11 of its score. A base, in fp16, comes to
+/// lie kBelow under the largest score; within its rounding of the slack if another row's does.
 struct PairedSoftmax {
   static constexpr float kSlack = 8.0f, kBelow = 6.0f;
   static constexpr float kUnseen = -65504.0f;  // not -inf, which less itself is NaN
