@@ -194,6 +194,7 @@ def test_the_cache_takes_what_is_left_and_close_gives_it_back(folder: Path):
     gc.collect()
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
+    reserved = torch.cuda.memory_reserved()
     share = (total - free) / total + 0.1
     with LLM(folder, device="cuda", gpu_memory_utilization=share, max_num_seqs=32) as llm:
         llm.generate(PROMPTS, GREEDY)
@@ -201,8 +202,8 @@ def test_the_cache_takes_what_is_left_and_close_gives_it_back(folder: Path):
         assert free - inside > 0.05 * total
         assert total - inside <= share * total + (512 << 20)
         assert llm.num_blocks > 100
-    after, _ = torch.cuda.mem_get_info()
-    assert free - after < 256 << 20  # kernels and library handles stay loaded
+    # Of this process: other tests take memory of the GPU meanwhile.
+    assert torch.cuda.memory_reserved() - reserved < 256 << 20
 
 
 def test_float32_is_refused(folder: Path):
