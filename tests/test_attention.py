@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import attention_reference as reference
 import ridgeline
 from attention_reference import visible
+from numerics import assert_close, competitor_bound
 from ridgeline import ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -79,6 +81,32 @@ class Paged:
             q, self.k_cache, self.v_cache, self.tables, self.seq_lens, offsets, return_lse=True,
             **options,
         )  # fmt: skip
+
+    def check(
+        self, q: Tensor, cu_q: list[int], result: tuple[Tensor, Tensor], **options: Any
+    ) -> None:
+        """Each sequence of a call's result: near the reference, and with the bits it has alone."""
+        out, lse = result
+        for b, (begin, end) in enumerate(zip(cu_q, cu_q[1:])):
+            rows, own = q[begin:end], (out[begin:end], lse[:, begin:end])
+            if begin == end:
+                continue
+            if not self.lengths[b]:
+                assert not own[0].any()
+                continue
+            exact = reference.one_sequence(
+                rows.double(), self.k[b].double(), self.v[b].double(), **options
+            )
+            rounded, _ = reference.one_sequence(rows, self.k[b], self.v[b], **options)
+            bound = competitor_bound(rounded, exact[0], torch.bfloat16)
+            assert_close(own[0], exact[0], bound, f"out of sequence {b}")
+            assert_close(own[1], exact[1], 1e-4, f"lse of sequence {b}")
+            alone = ops.paged_attention(
+                rows, self.k_cache, self.v_cache, self.tables[b : b + 1],
+                self.seq_lens[b : b + 1], ints(str(q.device), [0, end - begin]), return_lse=True,
+                max_q=end - begin, **options,
+            )  # fmt: skip
+            assert same(own, alone), f"sequence {b}"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-import attention_reference as reference
 import ridgeline
-from numerics import assert_close, competitor_bound
 from ridgeline import ops
 from test_attention import Paged, ints, normal, same
 
@@ -45,21 +43,7 @@ def test_chunks_beside_decodes(block: int, options: dict[str, Any]) -> None:
     out, lse = paged.run(q, cu_q, workspace=space, **options)
     assert same((out, lse), paged.run(q, cu_q, **options))
     assert not out[cu_q[-1] :].any() and (lse[:, cu_q[-1] :] == -math.inf).all()
-    for b, (begin, end) in enumerate(zip(cu_q, cu_q[1:])):
-        if begin == end:
-            continue
-        rows, keys, values = q[begin:end], paged.k[b], paged.v[b]
-        exact = reference.one_sequence(rows.double(), keys.double(), values.double(), **options)
-        rounded, _ = reference.one_sequence(rows, keys, values, **options)
-        bound = competitor_bound(rounded, exact[0], torch.bfloat16)
-        assert_close(out[begin:end], exact[0], bound, f"out of sequence {b}")
-        assert_close(lse[:, begin:end], exact[1], 1e-4, f"lse of sequence {b}")
-        alone = ops.paged_attention(
-            rows, paged.k_cache, paged.v_cache, paged.tables[b : b + 1],
-            paged.seq_lens[b : b + 1], ints("cuda", [0, end - begin]), return_lse=True,
-            max_q=end - begin, **options,
-        )  # fmt: skip
-        assert same((out[begin:end], lse[:, begin:end]), alone), f"sequence {b}"
+    paged.check(q, cu_q, (out, lse), **options)
 
 
 @pytest.mark.gpu

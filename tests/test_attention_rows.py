@@ -9,9 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
-import attention_reference as reference
 import ridgeline
-from numerics import assert_close, competitor_bound
 from ridgeline import ops
 from test_attention import DIM, Paged, ints, normal, same
 
@@ -51,22 +49,7 @@ def test_clusters(heads: int, kv_heads: int, q_len: int, dim: int, options: dict
     size = ops.attention_workspace_bytes(len(LENGTHS), heads, kv_heads, dim, q_len, width * BLOCK)
     space = torch.full((size,), 255, dtype=torch.uint8, device="cuda")
     out, lse = paged.run(q, cu_q, workspace=space, **options)
-    for b, (begin, end) in enumerate(zip(cu_q, cu_q[1:])):
-        rows, keys, values = q[begin:end], paged.k[b], paged.v[b]
-        if not LENGTHS[b]:
-            assert not out[begin:end].any()
-            continue
-        exact = reference.one_sequence(rows.double(), keys.double(), values.double(), **options)
-        rounded, _ = reference.one_sequence(rows, keys, values, **options)
-        bound = competitor_bound(rounded, exact[0], torch.bfloat16)
-        assert_close(out[begin:end], exact[0], bound, f"out of sequence {b}")
-        assert_close(lse[:, begin:end], exact[1], 1e-4, f"lse of sequence {b}")
-        alone = ops.paged_attention(
-            rows, paged.k_cache, paged.v_cache, paged.tables[b : b + 1],
-            paged.seq_lens[b : b + 1], ints("cuda", [0, q_len]), return_lse=True, max_q=q_len,
-            **options,
-        )  # fmt: skip
-        assert same((out[begin:end], lse[:, begin:end]), alone), f"sequence {b}"
+    paged.check(q, cu_q, (out, lse), **options)
     paged.tables = pad(paged.tables, (0, 1))
     assert same((out, lse), paged.run(q, cu_q, **options)), "joined by a kernel of its own"
 
