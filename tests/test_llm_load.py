@@ -46,7 +46,7 @@ class FakeRunner(Device):
         self.cursed: set[int] = set()  # sequences whose steps always raise
         self.raised = 0
         self.sampling = SimpleNamespace(
-            add=lambda seq_id, params, seed, prompt, blocked: self.seeds.update({seq_id: seed}),
+            add=lambda seq_id, params, seed, *_: self.seeds.update({seq_id: seed}),
             remove=lambda seq_id: None,
             recount=lambda seq_id, output: None,
         )
