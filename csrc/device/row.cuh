@@ -254,7 +254,8 @@ inline int blocks_sharing(const RowLayout& layout, int pieces) {
 /// Calls fn(Type<Row>{}, threads). kStreamVectors: rows wider than registers are streamed 16 bytes
 /// at a time instead of element by element. kFewShares: each of a few rows goes to twice the
 /// threads, of fn(Type<Row>{}, threads, blocks) where kShared. kFullRows: rows that allow it are
-/// held as full ones. kStacked: those that are not full may be stacked.
+/// held as full ones; both but for float32, to spare compile time. kStacked: those that are not
+/// full may be stacked.
 template <class T, bool kStreamVectors, bool kFewShares = false, bool kFullRows = false,
           bool kShared = false, bool kStacked = false, class Fn>
 void dispatch_row(const RowLayout& layout, Fn&& fn) {
@@ -265,7 +266,8 @@ void dispatch_row(const RowLayout& layout, Fn&& fn) {
     return std::max(kWarpSize, round_up(ceil_div(pieces, each), kWarpSize));
   };
   const int pieces = ceil_div(layout.cols, kWidth) + (layout.lines ? 0 : 128 / 16 - 1);
-  if constexpr (kFewShares) {
+  constexpr bool kNarrow = sizeof(T) < sizeof(float);
+  if constexpr (kFewShares && kNarrow) {
     using Row = HeldRow<T, kFew, false, kShared>;
     const int blocks = blocks_sharing(layout, pieces);
     const int most = kFew * Row::kMaxThreads * std::min(blocks, kMostShares);
@@ -276,7 +278,7 @@ void dispatch_row(const RowLayout& layout, Fn&& fn) {
     }
   }
   const bool held = layout.vectors && pieces <= kMany * HeldRow<T, kMany>::kMaxThreads;
-  if constexpr (kFullRows) {
+  if constexpr (kFullRows && kNarrow) {
     const bool stacked = layout.stacked && pieces <= kMany * kWarpSize;
     const bool full = layout.full && layout.lines && layout.cols > 0 && !stacked &&
                       layout.cols % (kMany * kWarpSize * kWidth) == 0;

@@ -168,12 +168,14 @@ void by_group(const GatedQuantParams& params, bool vectors, Stream stream) {
   const std::int32_t groups =
       checked_int32(params.rows * ceil_div(params.cols, kScaleGroup), "x: groups");
   dispatch_bool(vectors, [&](auto vector) {
-    dispatch_bool(groups <= kFewBlocks * kGroupsEach * kGroups, [&](auto few) {
-      constexpr int kEach = few() ? 1 : kGroupsEach;
-      device::launch_chained<gated_groups_kernel<T, vector() ? kPiece : 1, kEach>>(
-          dim3(ceil_div(groups, kEach * kGroups)), dim3(kGroupThreads), 0, stream, params,
+    const auto run = [&](auto each) {
+      device::launch_chained<gated_groups_kernel<T, vector() ? kPiece : 1, each()>>(
+          dim3(ceil_div(groups, each * kGroups)), dim3(kGroupThreads), 0, stream, params,
           "silu_mul");
-    });
+    };
+    if constexpr (vector())
+      if (groups > kFewBlocks * kGroupsEach * kGroups) return run(Int<kGroupsEach>{});
+    run(Int<1>{});
   });
 }
 

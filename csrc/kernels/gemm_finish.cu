@@ -163,10 +163,12 @@ void launch_finish(const GemmParams& gemm, const void* partials, int segments, S
     constexpr std::true_type kIsBare;
     constexpr std::false_type kHasOperands;
     if (!vectors) return run(Int<1>{}, Int<1>{}, kHasOperands);
-    if (!bare) return run(Int<kVector>{}, Int<1>{}, kHasOperands);
-    if (gemm.M * (columns / kVector) <= kFillingPieces)
-      return run(Int<kVector>{}, Int<1>{}, kIsBare);
-    run(Int<kVector>{}, Int<kManyRows>{}, kIsBare);
+    if constexpr (sizeof(T) == 2) {
+      if (bare && gemm.M * (columns / kVector) > kFillingPieces)
+        return run(Int<kVector>{}, Int<kManyRows>{}, kIsBare);
+      if (bare) return run(Int<kVector>{}, Int<1>{}, kIsBare);
+    }
+    run(Int<kVector>{}, Int<1>{}, kHasOperands);
   });
 }
 

@@ -137,8 +137,8 @@ void layernorm(const LayerNormParams& params, Stream stream) {
     using T = typename decltype(type)::type;
     dispatch_bool(params.weight_dtype == DType::kFloat32, [&](auto is_float) {
       constexpr bool kFloatWeights = is_float() || sizeof(T) == sizeof(float);
-      constexpr bool kFullRows = !kFloatWeights;
-      device::dispatch_row<T, false, true, kFullRows, true, true>(
+      // Beside float32 weights few rows are as many are, to spare compile time.
+      device::dispatch_row<T, false, !kFloatWeights, !kFloatWeights, true, true>(
           layout, [&](auto row_type, int threads, int blocks = 1) {
             using Row = typename decltype(row_type)::type;
             const int together = device::rows_together<Row>(rows, threads);

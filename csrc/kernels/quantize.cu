@@ -132,12 +132,14 @@ void quantize_groups(const QuantizeParams& params, bool vectors, Stream stream) 
   const std::int32_t groups =
       checked_int32(params.rows * ceil_div(params.cols, kExtent), "x: groups");
   dispatch_bool(vectors, [&](auto vector) {
-    dispatch_bool(groups <= kFewBlocks * kGroupsEach * kGroupsABlock, [&](auto few) {
-      constexpr int kEach = few() ? 1 : kGroupsEach;
-      device::launch_chained<quantize_groups_kernel<T, vector(), kEach>>(
-          dim3(ceil_div(groups, kEach * kGroupsABlock)), dim3(kGroupThreads), 0, stream, params,
+    const auto run = [&](auto each) {
+      device::launch_chained<quantize_groups_kernel<T, vector(), each()>>(
+          dim3(ceil_div(groups, each * kGroupsABlock)), dim3(kGroupThreads), 0, stream, params,
           "quantize_fp8");
-    });
+    };
+    if constexpr (vector())
+      if (groups > kFewBlocks * kGroupsEach * kGroupsABlock) return run(Int<kGroupsEach>{});
+    run(Int<1>{});
   });
 }
 
@@ -145,11 +147,13 @@ template <class T>
 void quantize_blocks(const QuantizeParams& params, bool vectors, Stream stream) {
   const std::int32_t tiles = checked_int32(tiles_of(params), "x: blocks");
   dispatch_bool(vectors, [&](auto vector) {
-    dispatch_bool(tiles <= kFewTiles, [&](auto few) {
-      constexpr int kThreads = few() ? kFewTileThreads : kTileThreads;
-      device::launch_chained<quantize_tiles_kernel<T, vector(), kThreads>>(
-          dim3(tiles), dim3(kThreads), 0, stream, params, "quantize_fp8");
-    });
+    const auto run = [&](auto threads) {
+      device::launch_chained<quantize_tiles_kernel<T, vector(), threads()>>(
+          dim3(tiles), dim3(threads), 0, stream, params, "quantize_fp8");
+    };
+    if constexpr (vector())
+      if (tiles > kFewTiles) return run(Int<kTileThreads>{});
+    run(Int<kFewTileThreads>{});
   });
 }
 
