@@ -50,26 +50,27 @@ class Paged:
         kv_heads: int = KV_HEADS,
     ) -> None:
         self.lengths = lengths
-        self.k, self.v = (
-            [normal(device, n, kv_heads, dim, seed=s + b) for b, n in enumerate(lengths)]
+        keys, values = (
+            [normal("cpu", n, kv_heads, dim, seed=s + b) for b, n in enumerate(lengths)]
             for s in (100, 200)
         )
         counts = [-(-n // block) for n in lengths]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(1)) + 1
         shape = (len(order) + 3, block, kv_heads, dim)
-        self.k_cache, self.v_cache = (
-            torch.full(shape, rest, dtype=torch.bfloat16, device=device) for _ in range(2)
-        )
+        k_cache, v_cache = (torch.full(shape, rest, dtype=torch.bfloat16) for _ in range(2))
         tables = torch.zeros(len(lengths), max([*counts, 1]), dtype=torch.int32)
         used = 0
         for b, count in enumerate(counts):
             mine = order[used : used + count]
             used += count
             tables[b, :count] = mine.int()
-            for cache, rows in ((self.k_cache, self.k[b]), (self.v_cache, self.v[b])):
+            for cache, rows in ((k_cache, keys[b]), (v_cache, values[b])):
                 flat = torch.full((count * block, kv_heads, dim), rest, dtype=torch.bfloat16)
-                flat[: lengths[b]] = rows.cpu()
-                cache[mine] = flat.view(count, block, kv_heads, dim).to(device)
+                flat[: lengths[b]] = rows
+                cache[mine] = flat.view(count, block, kv_heads, dim)
+        # One copy each: with a device that others share, every one may wait its turn.
+        self.k, self.v = (torch.cat(rows).to(device).split(lengths) for rows in (keys, values))
+        self.k_cache, self.v_cache = k_cache.to(device), v_cache.to(device)
         self.tables = tables.to(device)
         self.seq_lens = ints(device, lengths)
 
