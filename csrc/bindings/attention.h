@@ -91,7 +91,7 @@ void attend([[maybe_unused]] const Backend& on, const AttentionParams& p) {
 
 /// Allocates out and lse, and the workspace unless one is given, and runs `launch`.
 template <class Backend, class Launch>
-std::tuple<Tensor, Tensor> run_attention(const Backend& on, AttentionParams& p, const Tensor& q,
+std::tuple<Tensor, Tensor> run_attention(AttentionParams& p, const Tensor& q,
                                          const std::vector<std::int64_t>& lse_sizes,
                                          const OptionalTensor& workspace, const Launch& launch) {
   const Tensor out = empty_on_device_of(q, sizes_of(q), p.dtype);
@@ -136,7 +136,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   p.stride_lse_head = p.max_q;
   p.stride_lse_batch = std::int64_t{p.heads} * p.max_q;
   set_options(p, q, {sinks, causal, scale, window, softcap});
-  return run_attention(on, p, q, {p.batch, p.heads, p.max_q}, {}, [&] { attend(on, p); });
+  return run_attention<Backend>(p, q, {p.batch, p.heads, p.max_q}, {}, [&] { attend(on, p); });
 }
 
 template <class Backend>
@@ -163,7 +163,7 @@ std::tuple<Tensor, Tensor> attention_varlen(const Tensor& q, const Tensor& k, co
   p.stride_v_row = v.stride(0), p.stride_v_head = v.stride(1);
   p.stride_lse_head = p.total_q;
   set_options(p, q, {sinks, causal, scale, window, softcap});
-  return run_attention(on, p, q, {p.heads, p.total_q}, {}, [&] { attend(on, p); });
+  return run_attention<Backend>(p, q, {p.heads, p.total_q}, {}, [&] { attend(on, p); });
 }
 
 /// One scale tensor a quantised cache, none otherwise.
@@ -292,7 +292,7 @@ std::tuple<Tensor, Tensor> paged_attention(
       q, k_cache, v_cache, block_tables, seq_lens,
       {cu_q, k_start, q_scale, k_scale, v_scale, max_q, shared_blocks, batch_invariant, counters,
        {sinks, causal, scale, window, softcap}});
-  return run_attention(on, p, q, {p.heads, q.size(0)}, workspace, [&] { attend(on, p); });
+  return run_attention<Backend>(p, q, {p.heads, q.size(0)}, workspace, [&] { attend(on, p); });
 }
 
 template <class Backend>

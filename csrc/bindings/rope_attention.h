@@ -34,7 +34,7 @@ std::tuple<Tensor, Tensor> rope_paged_attention(
       q, k_cache, v_cache, block_tables, seq_lens,
       {cu_q, std::nullopt, std::nullopt, k_scale, v_scale, max_q, shared_blocks, batch_invariant,
        counters, {sinks, true, scale, window, softcap}});
-  return run_attention(on, p, q, {p.heads, q.size(0)}, workspace, [&] {
+  return run_attention<Backend>(p, q, {p.heads, q.size(0)}, workspace, [&] {
     if constexpr (Backend::kIsCuda) {
       const bool fits = weights_ready && !interleaved && write.rotary_dim == p.head_dim &&
                         write.table_dtype == DType::kFloat32 &&
