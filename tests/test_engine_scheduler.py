@@ -272,3 +272,32 @@ def test_bad_commits_change_nothing() -> None:
     assert scheduler.commit(batch, [1])[0][1] == 1
     with pytest.raises(ValueError, match="no batch is in flight"):
         scheduler.commit(batch, [1])
+
+
+@pytest.mark.parametrize(
+    ("outputs", "prompt_logprobs", "row_us", "tokens"),
+    [
+        (1, False, 0.0, 63),  # a step of 64; padded to 128, 81 tokens exceed the target
+        (2, False, 0.0, 80),  # more rows than a padded step has: all fit
+        (1, True, 0.0, 80),
+        (1, True, 1.0, 49),  # 50 tokens and as many rows
+    ],
+)
+def test_chunks_count_the_rows_of_their_step(
+    outputs: int, prompt_logprobs: bool, row_us: float, tokens: int
+) -> None:
+    cost = engine.StepCost(token_us=1.0, row_us=row_us, sizes=[32, 64, 128], sized_seqs=2)
+    scheduler = make_scheduler(
+        num_blocks=200, max_model_len=100, max_num_batched_tokens=128, latency_target_us=100,
+        cost=cost,
+    )  # fmt: skip
+    scheduler.add([0], [1], max_tokens=50, ignore_eos=True)
+    first = scheduler.schedule()
+    assert first is not None
+    scheduler.commit(first, [1])
+    ids = list(range(1, 1 + outputs))
+    scheduler.add(ids, [2] * 80, max_tokens=2, prompt_logprobs=prompt_logprobs)
+    batch = scheduler.schedule()
+    assert batch is not None
+    assert batch.num_tokens == 1 + tokens
+    assert batch.predicted_us <= 100.0

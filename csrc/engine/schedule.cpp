@@ -44,10 +44,9 @@ std::shared_ptr<const Batch> Scheduler::schedule(std::int64_t now,
   const double products = cost.products_us(batch.num_tokens(), batch.num_rows());
   batch.read_us = cost.fixed_us + step.attention.read;
   batch.compute_us = products + step.attention.compute;
-  const std::int64_t tokens = batch.num_tokens();
-  const std::int64_t seqs = std::max(batch.num_seqs(), batch.num_rows());
-  batch.predicted_us = cost.step_us(batch.max_q > 1 ? cost.padded(tokens, seqs) : tokens,
-                                    batch.num_rows(), step.attention.bound);
+  const std::int64_t seqs = batch.num_seqs(), rows = batch.num_rows(), own = batch.num_tokens();
+  const std::int64_t tokens = batch.max_q > 1 ? cost.padded(own, seqs, rows) : own;
+  batch.predicted_us = cost.step_us(tokens, rows, step.attention.bound);
   batch.step = steps_++;
   in_flight_.push_back(std::move(step));
   return in_flight_.back().batch;
@@ -62,27 +61,32 @@ void Scheduler::plan_running(Plan& plan, bool decode) {
     const std::int32_t wanted = seq.length() - seq.computed;
     // At its limit a sequence waits for the commit that ends it.
     if ((wanted == 1) != decode || seq.length() >= seq.limit || plan.excludes(seq)) continue;
-    const std::int32_t count = chunk(plan, seq.computed, wanted);
+    const std::int32_t count = chunk(plan, seq, seq.computed, wanted);
     if (count < wanted) log_chunk(plan, seq.id, count, wanted);
     if (count == 0) continue;
     if (!make_room(plan, seq, count)) break;
     plan.entries.push_back({&seq, count});
-    count_planned(plan, seq.computed, count);
+    count_planned(plan, seq, seq.computed, count);
   }
 }
 
 /// How many of the wanted tokens from `start` on the step takes.
-std::int32_t Scheduler::chunk(const Plan& plan, std::int32_t start, std::int32_t wanted) const {
+std::int32_t Scheduler::chunk(const Plan& plan, const Sequence& seq, std::int32_t start,
+                              std::int32_t wanted) const {
   const auto most = static_cast<std::int32_t>(std::min<std::int64_t>(wanted, plan.budget));
   if (config_.latency_target_us == 0 || plan.decodes == 0) return most;
   const StepCost& cost = config_.cost;
   const auto fits = [&](std::int32_t count) {
     const double attention =
         plan.attention_us + cost.attention_time(start, start + count).bound;
-    const std::int64_t tokens = cost.padded(plan.tokens + count, plan.seqs + 1);
-    return time_scale_ * cost.step_us(tokens, 0, attention) <=
+    const std::int64_t rows = plan.rows + seq.rows_of_step(start + count);
+    const std::int64_t tokens = cost.padded(plan.tokens + count, plan.seqs + 1, rows);
+    return time_scale_ * cost.step_us(tokens, rows, attention) <=
            static_cast<double>(config_.latency_target_us);
   };
+  // With its last token a prompt brings rows, maybe more than a padded step has: then all fit, and
+  // some fewer do not.
+  if (most > 0 && fits(most)) return most;
   const auto counts = std::views::iota(1, most + 1);
   const auto fitting =
       static_cast<std::int32_t>(std::ranges::partition_point(counts, fits) - counts.begin());
@@ -99,9 +103,11 @@ void Scheduler::log_chunk(const Plan& plan, SeqId seq_id, std::int32_t count,
     log(seq_id, by_budget ? Reason::kChunked : Reason::kChunkedLatency, count, wanted - count);
 }
 
-void Scheduler::count_planned(Plan& plan, std::int32_t start, std::int32_t count) {
+void Scheduler::count_planned(Plan& plan, const Sequence& seq, std::int32_t start,
+                              std::int32_t count) const {
   plan.budget -= count;
   plan.tokens += count;
+  plan.rows += seq.rows_of_step(start + count);
   ++plan.seqs;
   if (config_.latency_target_us > 0)
     plan.attention_us += config_.cost.attention_time(start, start + count).bound;
@@ -149,7 +155,7 @@ bool Scheduler::admit(Plan& plan, Step& step, Sequence& seq, const PrefixMatch& 
   }
   const std::int32_t hit = matched * blocks_.block_size();
   const std::int32_t kept = std::max(hit, seq.saved), left = seq.length() - kept;
-  const std::int32_t count = chunk(plan, kept, left);
+  const std::int32_t count = chunk(plan, seq, kept, left);
   if (count == 0) {
     log_chunk(plan, seq.id, 0, left);
     return false;
@@ -169,7 +175,7 @@ bool Scheduler::admit(Plan& plan, Step& step, Sequence& seq, const PrefixMatch& 
   log_evictions(seq.id, evictions);
   count_prefix(seq, match);
   if (count < left) log_chunk(plan, seq.id, count, left);
-  count_planned(plan, kept, count);
+  count_planned(plan, seq, kept, count);
   emit(step, seq, count);
   return true;
 }

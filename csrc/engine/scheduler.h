@@ -135,7 +135,7 @@ class Scheduler {
     std::vector<Planned> entries = {};
     bool preempted = false;
     // For the latency target; who is preempted after being planned still counts.
-    std::int64_t decodes = 0, tokens = 0, seqs = 0;
+    std::int64_t decodes = 0, tokens = 0, seqs = 0, rows = 0;
     double attention_us = 0;
 
     bool excludes(const Sequence& seq) const {
@@ -154,9 +154,11 @@ class Scheduler {
   // schedule: the running
   void expire(std::int64_t now);
   void plan_running(Plan& plan, bool decode);
-  std::int32_t chunk(const Plan& plan, std::int32_t start, std::int32_t wanted) const;
+  std::int32_t chunk(const Plan& plan, const Sequence& seq, std::int32_t start,
+                     std::int32_t wanted) const;
   void log_chunk(const Plan& plan, SeqId seq_id, std::int32_t count, std::int32_t wanted);
-  void count_planned(Plan& plan, std::int32_t start, std::int32_t count);
+  void count_planned(Plan& plan, const Sequence& seq, std::int32_t start,
+                     std::int32_t count) const;
   bool make_room(Plan& plan, Sequence& seq, std::int32_t count);
 
   // preemption

@@ -80,6 +80,13 @@ struct Sequence {
   std::int32_t length() const { return known() + pending; }
   std::int32_t outputs() const { return known() - prompt_length; }
   bool wants_prompt_rows() const { return prompt_logprobs && prompt_rows < prompt_length - 1; }
+  /// Logits rows of a step that computes the tokens up to `end`: of prompt positions that lack
+  /// one, and of outputs, those of unborn children too.
+  std::int64_t rows_of_step(std::int32_t end) const {
+    const std::int32_t last = wants_prompt_rows() ? std::min(end, prompt_length - 1) : 0;
+    const auto outputs = (ghost ? 0 : 1) + static_cast<std::int64_t>(unborn.size());
+    return std::max(last - prompt_rows, 0) + (end == length() ? outputs : 0);
+  }
   bool stops_at(std::int32_t token) const {
     return std::ranges::binary_search(stop_tokens, token);
   }

@@ -33,7 +33,7 @@ struct StepCost {
   double row_us = 0;    // the head's products, a logits row
   double swap_us = 0;   // a block between device and host, one way
   std::vector<std::int64_t> sizes = {};  // ascending: steps are padded to so many tokens
-  std::int64_t sized_seqs = std::numeric_limits<std::int64_t>::max();  // of more, they are not
+  std::int64_t sized_seqs = std::numeric_limits<std::int64_t>::max();  // more are not padded
   std::vector<AttentionCost> attention = {};
 
   /// Token positions [start, end), before which the sequence has `start` keys in the cache.
@@ -56,10 +56,10 @@ struct StepCost {
     return time;
   }
 
-  /// The tokens that a step of so many multiplies: beyond the last size, or of more sequences (or
-  /// rows) than a padded step has, it is not padded.
-  std::int64_t padded(std::int64_t tokens, std::int64_t seqs) const {
-    if (seqs > sized_seqs) return tokens;
+  /// The tokens that a step of so many multiplies: beyond the last size, or of more sequences or
+  /// logits rows than a padded step has, it is not padded.
+  std::int64_t padded(std::int64_t tokens, std::int64_t seqs, std::int64_t rows) const {
+    if (std::max(seqs, rows) > sized_seqs) return tokens;
     const auto size = std::ranges::lower_bound(sizes, tokens);
     return size == sizes.end() ? tokens : *size;
   }
