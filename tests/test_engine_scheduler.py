@@ -255,7 +255,7 @@ def test_unknown_ids_and_reasons_are_refused() -> None:
             call(9)
     with pytest.raises(ValueError, match="sequence id 9 is unknown"):
         scheduler.state(9)
-    with pytest.raises(ValueError, match='reason must be "abort" or "stop", got "bored"'):
+    with pytest.raises(ValueError, match="reason must be 'abort' or 'stop', got 'bored'"):
         scheduler.finish(0, "bored")
     assert scheduler.state(0) == "waiting"
 

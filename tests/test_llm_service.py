@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import cast
 
 import pytest
 
 import tiny_model
 from ridgeline import LLM, SamplingParams
-from ridgeline._C import engine
-from ridgeline.metrics import Meter
 from tiny_model import one_thread  # noqa: F401
 
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
@@ -162,22 +158,3 @@ def test_stats_and_results_are_measured(folder: Path):
     assert metrics.prefill_rate == pytest.approx(60 / metrics.prefill)
     assert metrics.decode_rate == pytest.approx(19 / sum(metrics.inter_token))
     assert min(metrics.inter_token) <= metrics.inter_token_p50 <= metrics.inter_token_p99
-
-
-def test_steps_with_prompt_tokens_correct_the_predicted_time():
-    def ran(tokens: int, decode_tokens: int, seconds: float) -> float | None:
-        batch = SimpleNamespace(
-            num_tokens=tokens, num_decode_tokens=decode_tokens,
-            read_us=0.0, compute_us=0.0, predicted_us=1e6,
-        )  # fmt: skip
-        return meter.step(cast(engine.Batch, batch), seconds)
-
-    meter = Meter()
-    assert ran(4, 4, 9.0) is None
-    assert ran(100, 0, 9.0) is None
-    assert [ran(100, 4, seconds) for seconds in (40.0, 40.0, 1.5)] == [1.0] * 3  # two captured
-    for _ in range(8):
-        assert ran(4, 4, 1.0) is None
-    assert [ran(100, 4, 1.5) for _ in range(8)][-1] == 1.5
-    assert [ran(100, 4, 2.0) for _ in range(8)][-1] == 2.0
-    assert ran(100, 4, 0.0) == 2.0

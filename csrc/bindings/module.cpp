@@ -38,8 +38,7 @@ const char* finish_name(FinishReason reason) {
 }
 
 FinishReason outside_reason(const std::string& name) {
-  check(name == "abort" || name == "stop", "reason must be \"abort\" or \"stop\", got \"", name,
-        "\"");
+  check(name == "abort" || name == "stop", "reason must be 'abort' or 'stop', got '", name, "'");
   return name == "stop" ? FinishReason::kStop : FinishReason::kAbort;
 }
 
@@ -93,6 +92,7 @@ void bind_batch(py::module_& m) {
       .def_readonly("num_decode_tokens", &Batch::num_decode_tokens)
       .def_readonly("max_q", &Batch::max_q)
       .def_readonly("shared_blocks", &Batch::shared_blocks)
+      .def_readonly("padded_tokens", &Batch::padded_tokens)
       .def_readonly("predicted_us", &Batch::predicted_us)
       .def_readonly("read_us", &Batch::read_us)
       .def_readonly("compute_us", &Batch::compute_us)
@@ -243,7 +243,7 @@ void bind_scheduler(py::module_& m) {
            },
            "now"_a = 0, "only"_a = Ids{})
       .def("take_expired", &Scheduler::take_expired)
-      .def("set_time_scale", &Scheduler::set_time_scale, "scale"_a)
+      .def("add_time_ratio", &Scheduler::add_time_ratio, "padded_tokens"_a, "ratio"_a)
       .def("commit",
            [](Scheduler& s, const Batch& batch, const Ids& tokens) {
              return tuples(s.commit(batch, tokens));

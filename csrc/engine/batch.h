@@ -49,6 +49,7 @@ struct Batch {
   // Before the copies, in this order: device block to host block, host block to device block.
   std::vector<BlockCopy> swap_outs, swap_ins;
   std::int32_t num_decode_tokens = 0, max_q = 0;
+  std::int64_t padded_tokens = 0;  // by the step's cost; 0: it is not padded
   std::int32_t shared_blocks = 0;  // leading blocks that all sequences' tables have in common
   // The least time of the step, of its reads alone, of its operations alone; 0: not known.
   double predicted_us = 0, read_us = 0, compute_us = 0;

@@ -44,9 +44,10 @@ std::shared_ptr<const Batch> Scheduler::schedule(std::int64_t now,
   const double products = cost.products_us(batch.num_tokens(), batch.num_rows());
   batch.read_us = cost.fixed_us + step.attention.read;
   batch.compute_us = products + step.attention.compute;
-  const std::int64_t seqs = batch.num_seqs(), rows = batch.num_rows(), own = batch.num_tokens();
-  const std::int64_t tokens = batch.max_q > 1 ? cost.padded(own, seqs, rows) : own;
-  batch.predicted_us = cost.step_us(tokens, rows, step.attention.bound);
+  const std::int64_t tokens = batch.num_tokens(), rows = batch.num_rows();
+  if (batch.max_q > 1) batch.padded_tokens = cost.size_of(tokens, batch.num_seqs(), rows);
+  batch.predicted_us =
+      cost.step_us(std::max(tokens, batch.padded_tokens), rows, step.attention.bound);
   batch.step = steps_++;
   in_flight_.push_back(std::move(step));
   return in_flight_.back().batch;
@@ -80,16 +81,25 @@ std::int32_t Scheduler::chunk(const Plan& plan, const Sequence& seq, std::int32_
     const double attention =
         plan.attention_us + cost.attention_time(start, start + count).bound;
     const std::int64_t rows = plan.rows + seq.rows_of_step(start + count);
-    const std::int64_t tokens = cost.padded(plan.tokens + count, plan.seqs + 1, rows);
-    return time_scale_ * cost.step_us(tokens, rows, attention) <=
+    const std::int64_t tokens = plan.tokens + count;
+    const std::int64_t size = cost.size_of(tokens, plan.seqs + 1, rows);
+    return time_scale_.of(size) * cost.step_us(std::max(tokens, size), rows, attention) <=
            static_cast<double>(config_.latency_target_us);
   };
   // With its last token a prompt brings rows, maybe more than a padded step has: then all fit, and
   // some fewer do not.
   if (most > 0 && fits(most)) return most;
-  const auto counts = std::views::iota(1, most + 1);
-  const auto fitting =
-      static_cast<std::int32_t>(std::ranges::partition_point(counts, fits) - counts.begin());
+  // A larger size may be the faster one, for each has its scale: the largest of which some fits.
+  std::int32_t fitting = 0;
+  for (std::int32_t end = most; fitting == 0 && end > 0;) {
+    const auto size = std::ranges::lower_bound(cost.sizes, plan.tokens + end);
+    const std::int64_t smaller = size == cost.sizes.begin() ? 0 : *std::prev(size);
+    const auto begin = static_cast<std::int32_t>(std::max<std::int64_t>(smaller - plan.tokens, 0));
+    const auto counts = std::views::iota(begin + 1, end + 1);
+    const auto fit = std::ranges::partition_point(counts, fits) - counts.begin();
+    if (fit > 0) fitting = begin + static_cast<std::int32_t>(fit);
+    end = begin;
+  }
   const bool first = plan.tokens == plan.decodes;
   return std::max(fitting, first ? std::min(most, kLeastChunk) : 0);
 }

@@ -201,11 +201,6 @@ void Scheduler::log_evictions(SeqId seq_id, std::int64_t before) {
     log(seq_id, Reason::kEvicted, evicted, blocks_.num_cached());
 }
 
-void Scheduler::set_time_scale(double scale) {
-  check(scale > 0, "scale must be positive, got ", scale);
-  time_scale_ = scale;
-}
-
 std::string_view Scheduler::state(std::int64_t seq_id) const {
   const Sequence* seq = find(seq_id);
   check(seq, "sequence id ", seq_id, " is unknown");

@@ -16,6 +16,7 @@
 #include "engine/host_pool.h"
 #include "engine/sequence.h"
 #include "engine/step_cost.h"
+#include "engine/time_scale.h"
 
 namespace ridgeline::engine {
 
@@ -83,8 +84,11 @@ class Scheduler {
   /// The sequences that deadlines ended since the last call.
   std::vector<SeqId> take_expired() { return std::exchange(expired_, {}); }
 
-  /// How much longer than predicted steps with prompt tokens take, for the latency target.
-  void set_time_scale(double scale);
+  /// A step of prompt tokens beside decodes, with these padded_tokens, took so many times as long as
+  /// predicted: for the latency target.
+  void add_time_ratio(std::int64_t padded_tokens, double ratio) {
+    time_scale_.add(padded_tokens, ratio);
+  }
 
   /// Takes one token a logits row. Requires: `batch` is the oldest in flight.
   std::vector<Output> commit(const Batch& batch, std::span<const std::int64_t> tokens);
@@ -214,7 +218,7 @@ class Scheduler {
   std::vector<SwapOut> swap_outs_;  // not yet part of a batch
   std::set<std::pair<std::int64_t, SeqId>> deadlines_;
   std::vector<SeqId> expired_;
-  double time_scale_ = 1;
+  TimeScale time_scale_;
   std::int64_t arrivals_ = 0, steps_ = 0;
   std::int64_t prefix_query_tokens_ = 0, prefix_hit_tokens_ = 0, preemptions_ = 0, swaps_ = 0;
 };

@@ -56,12 +56,12 @@ struct StepCost {
     return time;
   }
 
-  /// The tokens that a step of so many multiplies: beyond the last size, or of more sequences or
+  /// What a step of so many tokens is padded to; 0: beyond the last size, or of more sequences or
   /// logits rows than a padded step has, it is not padded.
-  std::int64_t padded(std::int64_t tokens, std::int64_t seqs, std::int64_t rows) const {
-    if (std::max(seqs, rows) > sized_seqs) return tokens;
+  std::int64_t size_of(std::int64_t tokens, std::int64_t seqs, std::int64_t rows) const {
+    if (std::max(seqs, rows) > sized_seqs) return 0;
     const auto size = std::ranges::lower_bound(sizes, tokens);
-    return size == sizes.end() ? tokens : *size;
+    return size == sizes.end() ? 0 : *size;
   }
 
   double products_us(std::int64_t tokens, std::int64_t rows) const {

@@ -102,8 +102,9 @@ class engine:
         def take_expired(self) -> list[int]:
             """The sequences that deadlines ended since the last call."""
 
-        def set_time_scale(self, scale: float) -> None:
-            """How many times longer than predicted cut steps take; 1 at first."""
+        def add_time_ratio(self, padded_tokens: int, ratio: float) -> None:
+            """A step of prompt tokens beside decodes, padded to so many tokens, took ``ratio``
+            times as long as predicted: what steps of a size took lately cuts the chunks."""
 
         def commit(
             self, batch: engine.Batch, tokens: Sequence[int]
@@ -184,6 +185,8 @@ class engine:
         max_seq_len: int
         shared_blocks: int
         """How many leading blocks of their tables all sequences of the step have in common."""
+        padded_tokens: int
+        """The size of its ``StepCost`` that the step is padded to; 0: to none."""
         predicted_us: float
         """The least time of the step by its ``StepCost``; 0 without one."""
         read_us: float

@@ -276,13 +276,16 @@ class Core:
         # A step waits for the one before; its time is what it adds.
         seconds = now - max(start, self._last_done)
         self._last_done = now
-        scale = self.meter.step(batch, seconds)
+        self.meter.step(batch, seconds)
         if self._recorder is not None:
             self._recorder.ran(batch, seconds)
-        if self._keeps_latency and scale is not None:
-            self.scheduler.set_time_scale(scale)
+        # Steps that a latency target cuts; others are nearer to their roof.
+        is_cut = 0 < batch.num_decode_tokens < batch.num_tokens
+        if self._keeps_latency and is_cut and batch.predicted_us > 0 and seconds > 0:
+            ratio = seconds * 1e6 / batch.predicted_us
+            self.scheduler.add_time_ratio(batch.padded_tokens, ratio)
             if self._recorder is not None:
-                self._recorder.scaled(scale)
+                self._recorder.took(batch.padded_tokens, ratio)
 
     def _finish(self, seq_id: int, reason: str) -> None:
         self.scheduler.finish(seq_id, reason)

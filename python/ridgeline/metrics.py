@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, fields
@@ -12,8 +11,6 @@ from ridgeline._C import engine
 from ridgeline.outputs import RequestOutput, Stats
 
 _KEPT = 4096  # the latest samples of each percentile
-_RATIOS = 8  # the latest steps that say how much longer than predicted the next will take
-_SCALE_RANGE = (0.1, 100.0)
 
 
 def percentile(values: Collection[float], share: float) -> float | None:
@@ -57,23 +54,14 @@ class Meter:
         self.prefill, self.decode = Phase(), Phase()
         self.ttft: deque[float] = deque(maxlen=_KEPT)
         self.inter_token: deque[float] = deque(maxlen=_KEPT)
-        self._ratios: deque[float] = deque([1.0] * _RATIOS, maxlen=_RATIOS)
 
-    def step(self, batch: engine.Batch, seconds: float) -> float | None:
-        """Takes a step; after one of prompt and decode tokens, which a latency target cuts, returns
-        how much longer than predicted such steps take. Others are nearer to their roof."""
+    def step(self, batch: engine.Batch, seconds: float) -> None:
         prompt_tokens = batch.num_tokens - batch.num_decode_tokens
         phase = self.prefill if prompt_tokens else self.decode
         phase.tokens += prompt_tokens or batch.num_decode_tokens
         phase.seconds += seconds
         phase.read_seconds += batch.read_us / 1e6
         phase.compute_seconds += batch.compute_us / 1e6
-        if not prompt_tokens or not batch.num_decode_tokens or batch.predicted_us <= 0:
-            return None
-        self._ratios.append(seconds * 1e6 / batch.predicted_us)
-        # The median: a step that waited for something else, a capture say, counts for nothing.
-        low, high = _SCALE_RANGE
-        return min(max(statistics.median(self._ratios), low), high)
 
     def request(self, output: RequestOutput) -> None:
         metrics = output.metrics

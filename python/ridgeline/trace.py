@@ -1,7 +1,7 @@
 """The trace of a scheduler: everything it was told and decided, and its replay without a GPU.
 
 One JSON object a line. ``start`` has the scheduler's settings; ``added``, ``schedule``, ``commit``,
-``finish``, ``discard`` and ``time_scale`` are its calls in order, each followed by the decisions
+``finish``, ``discard`` and ``time_ratio`` are its calls in order, each followed by the decisions
 that it made (lines with an ``index``); ``ran`` has a step's time beside its prediction.
 """
 
@@ -14,7 +14,7 @@ from typing import Any, TextIO
 
 from ridgeline._C import engine
 
-VERSION = 1
+VERSION = 2
 
 
 def make_scheduler(settings: dict[str, Any]) -> engine.Scheduler:
@@ -67,8 +67,8 @@ class Recorder:
         self._line("discard")
         self._decisions()
 
-    def scaled(self, scale: float) -> None:
-        self._line("time_scale", scale=scale)
+    def took(self, padded_tokens: int, ratio: float) -> None:
+        self._line("time_ratio", padded_tokens=padded_tokens, ratio=ratio)
 
     def _decisions(self) -> None:
         for decision in self._scheduler.decisions(self._next):
@@ -161,8 +161,8 @@ class Replay:
         elif event == "discard":
             scheduler.discard()
             self._flying.clear()
-        elif event == "time_scale":
-            scheduler.set_time_scale(line["scale"])
+        elif event == "time_ratio":
+            scheduler.add_time_ratio(line["padded_tokens"], line["ratio"])
         elif event != "ran":
             raise ValueError(f"{self._path}:{self._number}: unknown event {event!r}")
         return None

@@ -95,19 +95,23 @@ void chunks_beside_decodes_keep_to_the_latency_target() {
   expect(driver.decision(1, Reason::kChunkedLatency).has_value());
 }
 
-void the_time_scale_shortens_chunks_and_prompts_advance_nevertheless() {
+void slow_steps_shorten_chunks_and_prompts_advance_nevertheless() {
   Driver driver(timed(100));
-  driver.scheduler.set_time_scale(2);
+  const auto steps_take = [&](double ratio) {
+    for (int i = 0; i < 8; ++i) driver.scheduler.add_time_ratio(0, ratio);
+  };
+  steps_take(2);
   driver.add({0}, {1, 2, 3}, 300);
   driver.step();
   driver.add({1}, count_from(10, 100), 2);
   const std::int32_t slower = driver.step()->num_tokens() - 1;
   expect(slower < 45 && slower > 16);
-  driver.scheduler.set_time_scale(50);
+  steps_take(50);
   driver.add({2}, count_from(300, 100), 2);
   expect_equal(driver.step()->num_tokens() - 1, 16);
   expect(driver.decided(2, Reason::kHeldLatency, 100, 0));
-  testing::expect_error([&] { driver.scheduler.set_time_scale(0); }, "scale must be positive");
+  testing::expect_error([&] { steps_take(0); }, "ratio must be positive, got 0");
+  testing::expect_error([&] { driver.scheduler.add_time_ratio(-1, 1); }, "padded_tokens must not");
 }
 
 void chunks_fill_the_size_that_their_step_is_padded_to() {
@@ -120,6 +124,17 @@ void chunks_fill_the_size_that_their_step_is_padded_to() {
   driver.add({1}, count_from(10, 100), 2);
   expect_equal(driver.step()->num_tokens(), 64);
   expect_equal(driver.step()->num_tokens(), 1 + 37);
+  // 64 seem to take 256 us, then 128 to take 64.
+  const auto steps_take = [&](std::int64_t size, double ratio) {
+    for (int i = 0; i < 8; ++i) driver.scheduler.add_time_ratio(size, ratio);
+  };
+  steps_take(64, 4);
+  steps_take(32, 1);
+  driver.add({2}, count_from(300, 200), 2);
+  expect_equal(driver.step()->num_tokens(), 32);
+  steps_take(0, 1);
+  steps_take(128, 0.5);
+  expect_equal(driver.step()->num_tokens(), 128);
   padded.cost.sizes = {64, 32};
   testing::expect_error([&] { Driver{padded}; }, "cost.sizes must ascend");
 }
@@ -217,7 +232,7 @@ int main() {
       {"latency target", chunks_beside_decodes_keep_to_the_latency_target},
       {"padded sizes", chunks_fill_the_size_that_their_step_is_padded_to},
       {"sizes and sequences", chunks_of_more_sequences_than_are_padded_fill_the_target},
-      {"time scale", the_time_scale_shortens_chunks_and_prompts_advance_nevertheless},
+      {"slow steps", slow_steps_shorten_chunks_and_prompts_advance_nevertheless},
       {"a prompt alone", a_prompt_alone_is_not_cut},
       {"swapping", a_preempted_sequence_waits_on_the_host_if_that_is_faster},
       {"not swapping", it_is_computed_again_if_copying_is_slower_or_the_host_is_full},

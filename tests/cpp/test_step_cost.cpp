@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "engine/step_cost.h"
+#include "engine/time_scale.h"
 #include "testing.h"
 
 namespace ridgeline::engine {
@@ -33,6 +34,26 @@ void a_step_reads_or_multiplies_and_attends() {
   expect_equal(cost.step_us(40, 4, 7), 99.0);
 }
 
+void the_time_scale_is_the_median_of_a_sizes_latest_steps() {
+  TimeScale scale;
+  expect_equal(scale.of(64), 1.0);
+  scale.add(64, 40);
+  expect_equal(scale.of(64), 1.0);  // one step waited for something else
+  for (int i = 0; i < 8; ++i) scale.add(64, 1.5);
+  expect_equal(scale.of(64), 1.5);
+  expect_equal(scale.of(128), 1.5);  // no step of it yet
+  for (int i = 0; i < 8; ++i) scale.add(128, 2);
+  expect_equal(scale.of(64), 1.5);
+  expect_equal(scale.of(128), 2.0);
+  expect_equal(scale.of(0), 2.0);  // as the last step
+  for (int i = 0; i < 256; ++i) scale.add(128, 3);
+  expect_equal(scale.of(64), 3.0);  // no step of it lately
+  scale.add(64, 1.5);
+  expect_equal(scale.of(64), 3.0);  // begins anew
+  for (int i = 0; i < 8; ++i) scale.add(64, 1e9);
+  expect_equal(scale.of(64), 100.0);
+}
+
 }  // namespace
 }  // namespace ridgeline::engine
 
@@ -41,5 +62,6 @@ int main() {
   return ridgeline::testing::run({
       {"attention", attention_counts_what_each_position_sees},
       {"a step", a_step_reads_or_multiplies_and_attends},
+      {"time scale", the_time_scale_is_the_median_of_a_sizes_latest_steps},
   });
 }
