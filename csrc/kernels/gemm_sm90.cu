@@ -206,11 +206,11 @@ template <class Tile>
 void launch_tiles(const GemmParams& p, int segments, Stream stream) {
   const int out_cols = p.out_cols();
   Launch launch{.gemm = p, .segments = segments};
-  launch.x = device::matrix_map({p.x.data, 1, p.M, p.K, p.x.stride_row}, kRows, kRowBytes, true);
+  launch.x = device::RowTiles::of({p.x.data, 1, p.M, p.K, p.x.stride_row}, kRows, kRowBytes);
   launch.weight = device::matrix_map({p.weight.data, 1, p.N, p.K, p.weight.stride_row},
                                      Tile::kCols / 2, kRowBytes, true);
   launch.y = device::matrix_map({p.y, 2, p.M, out_cols, out_cols}, 16, kOutColumns, true);
-  launch.tiles = {.along_m = checked_int32(ceil_div<std::int64_t>(p.M, kRows), "linear: row tiles"),
+  launch.tiles = {.along_m = launch.x.count,
                   .along_n =
                       ceil_div(out_cols, is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols),
                   .together = kTogether};

@@ -1,6 +1,7 @@
 #pragma once
 #include <cuda.h>
 
+#include "device/row_tiles.cuh"
 #include "kernels/gemm_sm90.cuh"
 
 /// What a block of the kernel for operands of 8 bits works on, and the warps that bring it.
@@ -34,7 +35,8 @@ struct Tile {
 
 struct Launch {
   GemmParams gemm;
-  CUtensorMap x, weight, y;
+  device::RowTiles x;
+  CUtensorMap weight, y;
   Tiles tiles;
   int segments;  // of K
   int steps;     // of 128 columns of K, in all
@@ -80,9 +82,10 @@ __device__ __forceinline__ void for_each_work(const Launch& launch, Fn&& fn) {
 template <class Tile>
 __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared) {
   const GemmParams& p = launch.gemm;
-  constexpr int kBytes = sizeof(shared.x[0]) + sizeof(shared.weight[0]);
   const auto request_weight = [&](const Work& work, int k, int s) {
-    ptx::mbarrier_expect(&shared.full[s], kBytes);
+    constexpr int kWeightBytes = sizeof(shared.weight[0]);
+    ptx::mbarrier_expect(&shared.full[s],
+                         kWeightBytes + launch.x.rows_of(work.place.m) * kRowBytes);
     for (int half = 0; half < 2; ++half)
       ptx::copy_matrix(shared.weight[s][half], &launch.weight, &shared.full[s],
                        (work.first_step + k) * kRowBytes, weight_row<Tile>(p, work.place.n, half));
@@ -98,8 +101,8 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
       const int s = ring.stage;
       ptx::mbarrier_wait(&shared.free[s], ring.parity);
       if (k >= ahead) request_weight(work, k, s);
-      ptx::copy_matrix(shared.x[s], &launch.x, &shared.full[s], (work.first_step + k) * kRowBytes,
-                       work.place.m * kRows);
+      ptx::copy_matrix(shared.x[s], launch.x.map_of(work.place.m), &shared.full[s],
+                       (work.first_step + k) * kRowBytes, work.place.m * kRows);
     }
   });
 }

@@ -1,10 +1,10 @@
 #include <algorithm>
 
 #include "device/dequant.cuh"
-#include "device/matrix_map.cuh"
 #include "device/properties.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "device/ptx/wgmma_shared.cuh"
+#include "device/row_tiles.cuh"
 #include "kernels/gemm_launch.cuh"
 #include "kernels/gemm_sm90.cuh"
 
@@ -38,9 +38,15 @@ struct Tile {
 
 struct Launch {
   GemmParams gemm;
-  CUtensorMap x, weight, y;
+  device::RowTiles x;
+  CUtensorMap weight, y;
   Tiles tiles;
   int steps;  // stages of a tile
+
+  /// Whether the tile's second half has rows.
+  __device__ __forceinline__ bool is_wide(const Place& place) const {
+    return x.rows_of(place.m) > kWarpgroupRows;
+  }
 };
 
 using Sums = float[kHalves][kEights][4];
@@ -81,11 +87,13 @@ template <class T>
 __device__ __forceinline__ void produce(const Launch& launch, Shared<T>& shared) {
   Ring<kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
   for_each_tile(launch, 0, 1, [&](const Place& place) {
+    const CUtensorMap* x = launch.x.map_of(place.m);
+    const int bytes = (launch.x.rows_of(place.m) + kSide) * kRowBytes;
     for (int k = 0; k < launch.steps; ++k, ring.next()) {
       std::uint64_t* full = &shared.full[ring.stage];
       ptx::mbarrier_wait(&shared.free[ring.stage], ring.parity);
-      ptx::mbarrier_expect(full, 2 * kSide * kRowBytes);
-      ptx::copy_matrix(shared.x[ring.stage], &launch.x, full, k * kDepth, place.m * kSide);
+      ptx::mbarrier_expect(full, bytes);
+      ptx::copy_matrix(shared.x[ring.stage], x, full, k * kDepth, place.m * kSide);
       ptx::copy_tensor_4d(shared.weight[ring.stage], &launch.weight, full, k * kDepth, 0, 0,
                           place.n * (kSide / 16));
     }
@@ -94,7 +102,8 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<T>& shared)
 
 // ---- Consumer -----------------------------------------------------------------------------------
 
-template <class T>
+/// The tile's first `kRowed` halves.
+template <int kRowed, class T>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<T>& shared,
                                               Ring<kStages>& ring, Sums& sums,
                                               const Consumer& me) {
@@ -111,7 +120,7 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<T>& s
 #pragma unroll
     for (int i = 0; i < kSteps; ++i)
 #pragma unroll
-      for (int half = 0; half < kHalves; ++half)
+      for (int half = 0; half < kRowed; ++half)
         ptx::WgmmaShared<kSide, T>::mma(
             sums[half], x + (half * kWarpgroupRows * kRowBytes + i * kStepBytes) / 16,
             weight + i * kStepBytes / 16, k != 0 || i != 0);
@@ -123,7 +132,7 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<T>& s
   give_turn_to(1 - me.warpgroup);
   ptx::wgmma_wait<0>();
 #pragma unroll
-  for (auto& half : sums) ptx::hold_registers(half);
+  for (int half = 0; half < kRowed; ++half) ptx::hold_registers(sums[half]);
   release(before);
 }
 
@@ -154,6 +163,7 @@ __device__ __forceinline__ void store_tile(const Launch& launch, Shared<typename
 #pragma unroll
   for (int box = 0; box < kHalves * kBoxes; ++box) {
     const int half = box / kBoxes, part = box % kBoxes;
+    if (half > 0 && !launch.is_wide(place)) break;
     auto& out = shared.out[me.warpgroup * 4 + me.warp][box % 2];
     if (me.lane == 0) ptx::wait_stores_read<1>();
     __syncwarp();  // the box's last store has been read
@@ -211,7 +221,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(&shared.free[i], 1);
     }
     ptx::fence_mbarrier_init();
-    ptx::prefetch_tensor_map(&launch.x);
+    ptx::prefetch_tensor_map(&launch.x.last);
     ptx::prefetch_tensor_map(&launch.weight);
   }
   __syncthreads();  // the barriers are made
@@ -239,7 +249,11 @@ __global__ void __launch_bounds__(kThreads, 1)
       load_bias<Tile>(launch.gemm, place.n, bias, me);
       Sums sums;
       wait_for_turn(me);
-      multiply_tile(launch, shared, ring, sums, me);
+      if (launch.is_wide(place)) {
+        multiply_tile<kHalves>(launch, shared, ring, sums, me);
+      } else {
+        multiply_tile<1>(launch, shared, ring, sums, me);
+      }
       leave_to_other();
       store_tile<Tile>(launch, shared, place, sums, bias, me);
     });
@@ -273,13 +287,15 @@ template <class Tile>
 void launch_tiles(const GemmParams& p, Stream stream) {
   using T = typename Tile::T;
   const int element = sizeof(T);
+  const auto x =
+      device::RowTiles::of({p.x.data, element, p.M, p.K, p.x.stride_row}, kSide, kDepth);
   const Launch launch{
       .gemm = p,
-      .x = device::matrix_map({p.x.data, element, p.M, p.K, p.x.stride_row}, kSide, kDepth, true),
+      .x = x,
       .weight = weight_map(p),
       .y = device::matrix_map({p.y, element, p.M, p.out_cols(), p.out_cols()}, 16, kOutColumns,
                               true),
-      .tiles = {.along_m = static_cast<std::int32_t>(ceil_div<std::int64_t>(p.M, kSide)),
+      .tiles = {.along_m = x.count,
                 .along_n = ceil_div(p.out_cols(), Tile::kOutCols),
                 .together = kTogether},
       .steps = ceil_div(p.K, kDepth)};
