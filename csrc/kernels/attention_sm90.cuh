@@ -24,7 +24,7 @@ struct Tile {
   static constexpr int kParts = kSize / kColumns;
   static constexpr int kThreads = (kConsumers + 1) * kWarpgroup;
   static constexpr int kConsumerThreads = kConsumers * kWarpgroup;
-  static constexpr int kProducerThreads = kProducers;
+  static constexpr int kProducerThreads = kWarpgroup;
   /// All who read works, and those who bring them.
   static constexpr int kWorkThreads = kConsumerThreads + kProducerThreads;
   static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
@@ -77,9 +77,10 @@ __device__ __forceinline__ void mask(const AttentionParams& p, const Work& work,
 
 // ---- Producer -----------------------------------------------------------------------------------
 
-/// The warps that bring works, queries, keys and values. Two request boxes of each tile: one
+/// The warps that bring works, queries, keys and values. Four request boxes of each tile: one
 /// alone does not keep up where a block of the cache has 16 keys (H200, one sequence of 4096, 32/8
-/// heads of 128: 344 us by one warp, 252 by two; 64 keys: 270 and 253).
+/// heads of 128: 344 us by one warp, 252 by two; 64 keys: 270 and 253; four sequences, blocks of
+/// 16: 1001 by two, 980 by four).
 template <class Tile>
 struct Producer {
   /// Where the box lies that this thread brings.

@@ -51,8 +51,7 @@ __global__ void __launch_bounds__(Fp8Tile::kThreads, 1)
     } else {
       Turner{shared}.run();
     }
-    if (threadIdx.x >= kProducers && launch.attention.takes_few)
-      clear_unowned_rows<__nv_bfloat16>(launch.attention);
+    if (launch.attention.takes_few) clear_unowned_rows<__nv_bfloat16>(launch.attention);
   } else {
     ptx::take_registers<Tile::kConsumerRegisters>();
     Fp8Consumer{launch.attention, shared, warpgroup - 1}.run();

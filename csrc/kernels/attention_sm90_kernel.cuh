@@ -7,7 +7,7 @@ namespace ridgeline::attention_sm90 {
 
 /// Prefill on Hopper. Grid: at most one block an SM. A block takes tiles of queries of one head, or
 /// packed ones of all heads before one segment of the keys, from the queue and walks the keys each
-/// sees, the last first. Two warps bring tiles by the copy
+/// sees, the last first. Four warps bring tiles by the copy
 /// engine; two or three warpgroups of 64 queries each multiply, accumulating in fp32.
 ///
 /// Roofline: 4 * head_dim flops a visible pair, on the tensor cores; with short sequences, and many
@@ -37,11 +37,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
   if (warpgroup == 0) {
     ptx::release_registers<Tile::kProducerRegisters>();
-    if (threadIdx.x < kProducers) {
-      Producer<Tile>{launch, shared}.run();
-    } else if (launch.attention.takes_few) {
-      clear_unowned_rows<typename Tile::T>(launch.attention);
-    }
+    Producer<Tile>{launch, shared}.run();
+    // Beside the last tiles' products.
+    if (launch.attention.takes_few) clear_unowned_rows<typename Tile::T>(launch.attention);
   } else {
     ptx::take_registers<Tile::kConsumerRegisters>();
     Consumer<Tile>{launch.attention, shared, warpgroup - 1}.run();

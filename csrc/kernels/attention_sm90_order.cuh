@@ -19,9 +19,8 @@ constexpr int kWarpgroup = 128;
 constexpr int kRowBytes = 128;  // of one swizzled part of a tile, ...
 constexpr int kColumns = 64;    // ... which are so many columns of 16 bits
 constexpr int kWarpgroupRows = 64;
-constexpr int kProducers = 64;     // threads of the two warps that bring tiles
 
-constexpr int kWorkFound = 1;      // named barriers: between these two warps, ...
+constexpr int kWorkFound = 1;      // named barriers: between the warps that bring tiles, ...
 constexpr int kFirstTurn = 2;      // ... the turns of two warpgroups, ...
 constexpr int kTogether = 4;       // ... the four warps of a warpgroup, ...
 constexpr int kValuesCleared = 7;  // ... all that clear unused values, ...
@@ -190,13 +189,11 @@ struct Order {
   }
 };
 
-/// The rows of no sequence, by the warps of each block's first warpgroup that bring no tiles.
+/// The rows of no sequence, by each block's first warpgroup.
 template <class T>
 __device__ __forceinline__ void clear_unowned_rows(const AttentionParams& p) {
-  constexpr int kThreads = kWarpgroup - kProducers;
-  attention_tile::clear_unowned_rows_by<T>(
-      p, std::int64_t{blockIdx.x} * kThreads + threadIdx.x - kProducers,
-      std::int64_t{gridDim.x} * kThreads);
+  attention_tile::clear_unowned_rows_by<T>(p, std::int64_t{blockIdx.x} * kWarpgroup + threadIdx.x,
+                                           std::int64_t{gridDim.x} * kWarpgroup);
 }
 
 }  // namespace ridgeline::attention_sm90
