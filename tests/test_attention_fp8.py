@@ -86,6 +86,17 @@ class Batch:
         return out, lse, bound
 
 
+def check(batch: Batch, found: tuple[Tensor, Tensor], starts: list[int], **options: Any) -> None:
+    out, lse = found
+    for b, start in enumerate(starts):
+        want, want_lse, bound = batch.expected(b, start, **options)
+        part = slice(batch.cu_q[b], batch.cu_q[b + 1])
+        assert bool(((out[part].transpose(0, 1) - want).abs() <= bound).all()), f"sequence {b}"
+        unseen = want_lse == -math.inf
+        assert torch.equal(lse[:, part] == -math.inf, unseen)
+        assert bool(((lse[:, part] - want_lse)[~unseen].abs() < 0.02).all())
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("block", [16, 48, 64])  # copies of a tile of keys: eight, eight and two
 @pytest.mark.parametrize("dim", [128, 80, 16])  # the fp8 tile, and heads that the copies pad
@@ -101,14 +112,16 @@ def test_within_its_bound(device: str, block: int, dim: int, options: dict[str, 
     given = dict(options)
     if "k_start" in given:
         given["k_start"] = torch.tensor(starts, dtype=torch.int32, device=device)
-    out, lse = batch.run(device, **given)
-    for b, start in enumerate(starts):
-        want, want_lse, bound = batch.expected(b, start, **options)
-        part = slice(batch.cu_q[b], batch.cu_q[b + 1])
-        assert bool(((out[part].transpose(0, 1) - want).abs() <= bound).all()), f"sequence {b}"
-        unseen = want_lse == -math.inf
-        assert torch.equal(lse[:, part] == -math.inf, unseen)
-        assert bool(((lse[:, part] - want_lse)[~unseen].abs() < 0.02).all())
+    check(batch, batch.run(device, **given), starts, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("window", [None, 150])
+def test_tiles_of_few_rows(device: str, window: int | None) -> None:
+    """Of a tile of 192 queries only some 64 have rows, or see the last keys: the others pass over
+    one tile of keys, or all of up to eleven, in works one after the other."""
+    batch = Batch([1000, 900, 1400, 257, 193], [65, 193, 20, 257, 193], 64, 128)
+    check(batch, batch.run(device, window=window), [0] * 5, window=window)
 
 
 @pytest.mark.parametrize("device", DEVICES)
