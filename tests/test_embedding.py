@@ -78,6 +78,33 @@ def test_cuda_checks_on_request_and_reads_row_0_otherwise(
 
 
 @pytest.mark.gpu
+def test_who_waits_for_it_waits_for_the_kernels_ahead():
+    """It reads before they end, but ends after them."""
+    rows, width = 64, 8192
+    weight = torch.randn(2 * width, width, device="cuda", dtype=torch.bfloat16) / 64
+    xs = torch.randn(8, rows, width, device="cuda", dtype=torch.bfloat16)
+    ids = torch.arange(rows, dtype=torch.int32, device="cuda").flip(0)
+
+    def steps() -> list[Tensor]:
+        out = []
+        for x in xs:
+            y = ops.linear(x, weight)
+            ops.embed(ids, x, inputs_ready=True)
+            out.append(ops.embed(ids, y))
+            y.fill_(float("nan"))
+        return out
+
+    expected = steps()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = steps()
+    for _ in range(3):
+        graph.replay()
+        for one, other in zip(results, expected, strict=True):
+            assert torch.equal(one, other) and not one.isnan().any()
+
+
+@pytest.mark.gpu
 def test_waits_for_the_tokens_that_the_kernel_ahead_writes():
     """A graph of samples and embeddings in turn: each reads what the one before has chosen."""
     vocab, width, rows = 32768, 512, 4

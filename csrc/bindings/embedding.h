@@ -7,7 +7,7 @@ namespace ridgeline::bindings {
 template <class Backend>
 Tensor embed(const Tensor& ids, const Tensor& weight, const OptionalTensor& last_tokens,
              double scale, const OptionalTensor& positions,
-             const OptionalTensor& position_weight) {
+             const OptionalTensor& position_weight, bool inputs_ready) {
   const Backend on(weight, "weight");
   Expect(weight, "weight")
       .dim(2)
@@ -66,6 +66,7 @@ Tensor embed(const Tensor& ids, const Tensor& weight, const OptionalTensor& last
   }
   const Tensor out = empty_on_device_of(weight, {params.tokens, params.width}, params.dtype);
   params.out = out.data_ptr();
+  params.inputs_ready = inputs_ready;
   if constexpr (Backend::kIsCuda) {
     ridgeline::embed(params, on.stream());
   } else {

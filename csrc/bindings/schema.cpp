@@ -32,7 +32,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
 
   m.def(
       "embed(Tensor ids, Tensor weight, Tensor? last_tokens, float scale, Tensor? positions, "
-      "Tensor? position_weight) -> Tensor");
+      "Tensor? position_weight, bool inputs_ready) -> Tensor");
 
   m.def("rmsnorm(Tensor x, Tensor weight, float eps, float offset, bool weights_ready) -> Tensor");
   m.def(

@@ -83,9 +83,12 @@ __global__ void __launch_bounds__(kEmbedThreads)
   const std::int64_t token = blockIdx.x;
   const std::int64_t first = (std::int64_t{blockIdx.y} * kEmbedThreads + threadIdx.x) * kVec;
   ptx::launch_dependents();
-  ptx::wait_for_dependencies();
+  if (!params.inputs_ready) ptx::wait_for_dependencies();
+  device::Vec<T> piece;
+  if (first < params.width) piece = embedded<T>(launch, token, first);
+  // Kernels ahead may still read what `out` was before; and who waits for this one waits for them.
+  if (params.inputs_ready) ptx::wait_for_dependencies();
   if (first >= params.width) return;
-  const device::Vec<T> piece = embedded<T>(launch, token, first);
   T* out = static_cast<T*>(params.out) + token * params.width + first;
   if (launch.wide) {
     device::store(out, piece);

@@ -29,6 +29,7 @@ struct EmbedParams {
   std::int64_t position_rows;
   std::int64_t position_stride;     // elements
   void* out;                        // [tokens, width] contiguous
+  bool inputs_ready;                // no kernel of the stream still writes what is read
 };
 
 /// Enqueues one kernel; allocates nothing.

@@ -2,6 +2,7 @@
 #include "device/dequant.cuh"
 #include "device/ptx/warpgroup.cuh"
 #include "device/ptx/wgmma_few.cuh"
+#include "device/ptx/wgmma_shared.cuh"
 #include "kernels/gemm_cluster_sm90.cuh"
 #include "kernels/gemm_epilogue.cuh"
 
@@ -38,8 +39,14 @@ struct Consumer {
     hold(into);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < 4; ++step)
-      Wgmma::shared(into, a + step * kStep, b + step * kStep, accumulate || step != 0);
+    for (int step = 0; step < 4; ++step) {
+      const std::uint64_t rows = a + step * kStep, x = b + step * kStep;
+      if constexpr (kTokens == kManyTokens) {
+        ptx::WgmmaShared<kTokens, E>::mma(into, rows, x, accumulate || step != 0);
+      } else {
+        Wgmma::shared(into, rows, x, accumulate || step != 0);
+      }
+    }
     ptx::wgmma_commit();
   }
 

@@ -18,6 +18,7 @@ constexpr int kConsumers = 8;          // warps that multiply, ...
 constexpr int kConsumerThreads = kConsumers * 32;
 constexpr int kThreads = kConsumerThreads + 2 * 32;  // ... and two that request
 constexpr int kRowBytes = 128;         // of an operand's row in a stage, swizzled
+constexpr int kManyTokens = 128;       // rows of x, at most
 constexpr int kMaxGroups = 4;          // of 32 columns and more, in a stage
 constexpr int kMaxStages = 16;
 
@@ -76,7 +77,7 @@ struct StageLayout {
 struct Fixed {
   std::uint64_t full[kMaxStages], empty[kMaxStages];
   std::uint64_t received;  // the sums of the cluster's other blocks
-  float x_scale[gemm_config::kFewRows];
+  float x_scale[kManyTokens];
   alignas(16) float scale[2 * kGroupRows], bias[2 * kGroupRows];  // of the tile's weight rows
 };
 constexpr int kFixedBytes = 2048;

@@ -232,6 +232,9 @@ class Runner:
             last_tokens=self._buffers.last_tokens if self.asynchronous else None,
             counters=self._counters,
             shared_blocks=shared,
+            # They came by a copy, and last_tokens before it; the gather of the tables, ahead, has
+            # begun behind that.
+            ids_ready=True,
         )
         hidden, rows = self._model.hidden_states(inputs, self._cache), step.logits_rows
         return hidden if hidden.shape[0] == rows.shape[0] == 1 else ops.embed(rows, hidden)

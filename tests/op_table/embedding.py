@@ -19,6 +19,7 @@ def _embed(
     scale: float = 1.0,
     positions: Tensor | None = None,
     position_weight: Tensor | None = None,
+    inputs_ready: bool = False,
 ) -> Tensor:
     if last_tokens is not None:
         ids = torch.where(ids < 0, last_tokens[(-1 - ids).clamp(min=0).long()], ids)
@@ -54,6 +55,7 @@ EMBED = OpCase(
             **_GOOD | {"ids": _int32([-1, 2, -4, -3])},
             last_tokens=_int32([4, 1, 0, 3]),
         ),
+        Sample("inputs that nothing writes any more", **_GOOD, inputs_ready=True),
         Sample("a scale, as Gemma's", **_GOOD, scale=math.sqrt(16.0) + 0.125),
         Sample(
             "a scale and positions; 64-bit",

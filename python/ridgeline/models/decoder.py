@@ -29,6 +29,7 @@ class StepInputs:
         last_tokens: what negative ids stand for, as in :func:`ridgeline.ops.embed`.
         counters: of :func:`ridgeline.ops.paged_attention`, for any step of the model.
         shared_blocks: leading blocks of their tables that all sequences have in common.
+        ids_ready: no kernel of the stream still writes input_ids, positions or last_tokens.
     """
 
     input_ids: Tensor
@@ -41,6 +42,7 @@ class StepInputs:
     last_tokens: Tensor | None = None
     counters: Tensor | None = None
     shared_blocks: int = 0
+    ids_ready: bool = False
 
 
 @dataclass(frozen=True)
@@ -95,7 +97,11 @@ class Decoder:
     batch_invariant: bool = False
 
     def embed(
-        self, input_ids: Tensor, positions: Tensor, last_tokens: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        last_tokens: Tensor | None = None,
+        ids_ready: bool = False,
     ) -> Tensor:
         """What the first layer reads: ``[tokens, hidden]``."""
         return ops.embed(
@@ -105,11 +111,14 @@ class Decoder:
             scale=self.embedding_scale,
             positions=None if self.positions is None else positions,
             position_weight=self.positions,
+            inputs_ready=ids_ready,
         )
 
     def hidden_states(self, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Runs the layers and writes the cache; the normed output ``[tokens, hidden]``."""
-        residual = self.embed(inputs.input_ids, inputs.positions, inputs.last_tokens)
+        residual = self.embed(
+            inputs.input_ids, inputs.positions, inputs.last_tokens, inputs.ids_ready
+        )
         if residual.shape[0] <= self.folded_rows:
             return self._folded_states(residual, inputs, cache)
         first, *rest = self.layers

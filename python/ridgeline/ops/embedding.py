@@ -20,6 +20,7 @@ def embed(
     scale: float = 1.0,
     positions: Tensor | None = None,
     position_weight: Tensor | None = None,
+    inputs_ready: bool = False,
 ) -> Tensor:
     """``weight[ids] * scale + position_weight[positions]``, each step rounded to the dtype.
 
@@ -34,6 +35,8 @@ def embed(
         positions: ``[tokens]``, the dtype of ``ids``, in ``[0, position_rows)``.
         position_weight: ``[position_rows, width]``, the dtype of ``weight``, given exactly with
             ``positions``.
+        inputs_ready: nothing that the stream still runs writes any input, so they may be read
+            before the kernels ahead have ended.
 
     Returns:
         ``[tokens, width]``, the dtype of ``weight``; rows keep their bits without scale and
@@ -50,7 +53,7 @@ def embed(
     check_ids("ids", ids, -last, weight.shape[0])
     if position_weight is not None:
         check_ids("positions", positions, 0, position_weight.shape[0])
-    out = _ops.embed(ids, weight, last_tokens, scale, positions, position_weight)
+    out = _ops.embed(ids, weight, last_tokens, scale, positions, position_weight, inputs_ready)
     return inference_only(out, "embed", weight, position_weight)
 
 
@@ -68,6 +71,7 @@ def _(
     scale: float = 1.0,
     positions: Tensor | None = None,
     position_weight: Tensor | None = None,
+    inputs_ready: bool = False,
 ) -> Cost:
     """Each row of a table comes once, however many tokens name it."""
     tokens, width = ids.shape[0], weight.shape[1]
