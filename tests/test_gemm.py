@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -160,6 +161,37 @@ def test_a_row_has_the_same_bits_in_every_batch(index: int, device: str) -> None
     for rows in (1, 2, 7, 8, 9, 15, 16, 17, 31, 33, 63, 64, 65, 127, 128, 129, 200):
         assert torch.equal(multiply(x[:rows]), whole[:rows]), f"{name}: first {rows} of 300 rows"
     assert torch.equal(multiply(x[77:78]), whole[77:78]), f"{name}: row 77 alone"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("N", "K", "gated"),
+    [
+        (28672, 200, True),  # K whole, tiles enough for two warpgroups by turns
+        (4096, 4104, False),  # K cut, each tile on an SM of its own
+        (12288, 4096, False),  # ... or not
+    ],
+)
+def test_a_row_has_the_same_bits_in_every_kernel(
+    dtype: torch.dtype, N: int, K: int, gated: bool
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(8)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+    x, weight, bias, residual = normal(700, K), normal(N, K), normal(N), normal(700, N)
+
+    def multiply(rows: int) -> Tensor:
+        options: dict[str, Any] = {"residual": residual[:rows]}
+        if gated:
+            options = {"activation": "silu_mul"}
+        return ops.linear(x[:rows], weight, bias, batch_invariant=True, **options)
+
+    whole = multiply(700)
+    for rows in (1, 33, 64, 65, 96, 97, 128, 129, 193, 256, 257, 384, 512, 513):
+        assert torch.equal(multiply(rows), whole[:rows]), f"first {rows} of 700 rows"
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -324,6 +356,16 @@ def test_segments_of_batch_invariant_products(N: int, K: int, segments: int) -> 
         chosen = plan(M, N, K, hopper=True, invariant=True)
         assert (chosen["path"], int(chosen["segments"])) == (path, segments)
         assert int(chosen["tile_cols"]) > 64
+
+
+@pytest.mark.parametrize(
+    ("M", "path"),
+    [(128, "cluster"), (129, "grouped"), (256, "turns"), (512, "turns"), (513, "grouped")],
+)
+def test_kernels_of_batch_invariant_gated_products(M: int, path: str) -> None:
+    """All with K whole."""
+    chosen = plan(M, 28672, 4096, hopper=True, invariant=True, activation="silu_mul")
+    assert (chosen["path"], int(chosen["segments"])) == (path, 1)
 
 
 def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:

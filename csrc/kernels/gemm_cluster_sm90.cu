@@ -21,8 +21,8 @@ using namespace gemm_cluster;
 
 /// Grid: (segments of K, tiles of 64, 112 or 128 weight rows by kTokens rows of x, the row tiles
 /// side by side); the segments of a tile are a cluster. Two warps request stages of 64 or 128
-/// columns of the tile and of its rows of x; two warpgroups multiply 64 weight rows by 32 or 64
-/// rows of x: of a longer tile the second has the rows from 64 on, those of 64 rows take stages by
+/// columns of the tile and of its rows of x; two warpgroups multiply 64 weight rows by 32, 64 or
+/// 128 rows of x: of a longer tile the second has the rows from 64 on, those of 64 rows take stages by
 /// turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an fp8 x, from
 /// shared memory, the others expanded into registers. At the end each block adds up, in order, some
 /// rows of x, of which its neighbours send it their sums. Sums in float32; of fp8 by fp8, of which
@@ -42,7 +42,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int warp = device::warp_index(), lane = threadIdx.x % 32;
   const int segment = blockIdx.x, segments = gridDim.x;
   const int row_tiles = ceil_div(static_cast<int>(p.M), kTokens);
-  const int row0 = blockIdx.y % row_tiles * kTokens;
+  // The last tile of several ends with x, and some rows are stored once more: what a copy brings
+  // beyond x comes slowly.
+  const int row0 = min(static_cast<int>(blockIdx.y) % row_tiles * kTokens,
+                       max(static_cast<int>(p.M) - kTokens, 0));
   const int m = min(kTokens, static_cast<int>(p.M) - row0);  // rows of x
   const int first = blockIdx.y / row_tiles * params.box_rows;  // column of the product
   const int up_first = params.paired ? first + p.N / 2 : first;
@@ -127,10 +130,12 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // rows of int4 behind a norm of 32 blocks, us: 4096 x 6144 14.8 and 9.9, 4096 x 4096 9.3 and 7.3;
   // where this kernel follows itself 6.7 and, without blocks of the next one beside it, 8.3.
   const bool one_each = tiles <= gemm_config::kClusters[segments - 1];
-  params.shared_bytes = !one_each             ? gemm_config::kShareOfSm
-                        : kLong               ? 2 * gemm_config::kShareOfSm
-                        : p.weights_ready     ? gemm_config::kShareOfStrips
-                                              : gemm_config::kShareOfSm;
+  // Sums of 128 rows and those of a neighbour do not fit half of it.
+  const bool shares = !one_each && (kTokens < kManyTokens || segments == 1);
+  params.shared_bytes = shares            ? gemm_config::kShareOfSm
+                        : kLong           ? 2 * gemm_config::kShareOfSm
+                        : p.weights_ready ? gemm_config::kShareOfStrips
+                                          : gemm_config::kShareOfSm;
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
   params.plain = p.activation == Activation::kNone && !p.residual && p.out_cols() % kEach == 0 &&
@@ -209,6 +214,8 @@ void launch_format(const GemmParams& p, const gemm_config::Config& config, Strea
 template <class T>
 void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   if (p.M <= 32) return launch_format<T, 32>(p, config, stream);
+  if (p.weight.format == WeightFormat::kDense && p.M > gemm_config::kFewRows)
+    return launch<T, T, WeightFormat::kDense, false, kManyTokens>(p, config, stream);
   launch_format<T, 64>(p, config, stream);
 }
 

@@ -215,8 +215,8 @@ constexpr bool is_for_grouped(const Shape& shape) {
          shape.N % kStripRows == 0;
 }
 
-/// Where the former is faster. H200, us: 4096 x 4096 by 128 and 256 rows 18.0 and 32.4, the latter
-/// 34.4 and 34.8; by 512 61.9 and 35.4. Of 4096 x 28672, whose K is not cut, by 128 rows 81 and 80.
+/// Where the former is faster. H200, us: 4096 x 4096 by 128 and 256 rows 15.8 and 30, the latter 37
+/// and 38. Gated 4096 x 28672, whose K is not cut, by 128 rows 68 and 76, by 192 147 and 82.
 constexpr bool is_for_few(std::int64_t rows, std::int32_t segments) {
   return rows <= (segments > 1 ? 4 : 2) * kFewRows;
 }
@@ -235,7 +235,7 @@ constexpr bool is_for_turns(const Shape& shape) {
   constexpr std::int64_t kSide = 128, kLeastRows = 97, kMostGatedRows = 512;
   const bool fused =
       shape.activation == kGelu || shape.activation == kGeluTanh || shape.activation == kSiluMul;
-  if (!fused || shape.has_residual || shape.batch_invariant || !shape.hopper || !shape.sm90a ||
+  if (!fused || shape.has_residual || !shape.hopper || !shape.sm90a ||
       shape.format != WeightFormat::kDense || shape.dtype == DType::kFloat32 ||
       shape.M < kLeastRows || (is_gated(shape.activation) && shape.M > kMostGatedRows) ||
       shape.K == 0 || !shape.weight_aligned || !shape.whole_vectors ||
@@ -247,9 +247,13 @@ constexpr bool is_for_turns(const Shape& shape) {
   return 5 * std::max(shape.M, kSide) * along_n >= 4 * kSide * kBlocksWanted * waves;
 }
 
+/// Rows from which two warpgroups by turns are faster than the experts' kernel: gated 4096 x 28672,
+/// 256, 384 and 512 rows 105, 148, 164 us and 110, 159, 203.
+constexpr std::int64_t kLeastTurns = 256;
+
 constexpr Path path_of(const Shape& shape) {
   if (is_for_grouped(shape)) return Path::kGrouped;
-  if (is_for_turns(shape)) return Path::kTurns;
+  if (!shape.batch_invariant && is_for_turns(shape)) return Path::kTurns;
   if (is_for_hopper_tiles(shape)) {
     if (!shape.byte_x) return Path::kExpand;
     return shape.format == WeightFormat::kInt4 ? Path::kExpandToFp8 : Path::kFp8;
@@ -280,8 +284,13 @@ constexpr Config choose(const Shape& shape) {
   }
   if (config.path == Path::kCluster || config.path == Path::kGrouped)
     cut_for_cluster(shape, config);
-  if (config.path == Path::kGrouped && is_for_few(shape.M, config.segments))
-    config.path = Path::kCluster;
+  if (config.path == Path::kGrouped) {
+    if (is_for_few(shape.M, config.segments)) {
+      config.path = Path::kCluster;
+    } else if (config.segments == 1 && shape.M >= kLeastTurns && is_for_turns(shape)) {
+      config.path = Path::kTurns;  // K in the same order
+    }
+  }
   const bool tiles = config.path == Path::kExpand || config.path == Path::kExpandToFp8;
   if (tiles || config.path == Path::kFp8) cut_for_tiles(shape, config);
   if (config.path == Path::kTile) {

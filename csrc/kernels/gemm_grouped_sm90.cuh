@@ -52,11 +52,13 @@ struct Tile {
   static constexpr int kTeam = kProducers / kTurns;  // threads that bring a stage
   static constexpr int kThreads = kMultipliers + kProducers;
   static constexpr int kBlocksPerSm = kRows <= 32 ? 2 : 1;
-  // A thread's, of producers and of consumers, where there are two warpgroups of those.
-  static constexpr int kFewRegisters = kBlocksPerSm == 2 ? (kInt4 ? 56 : 48) : 88;
-  static constexpr int kManyRegisters = kBlocksPerSm == 2 ? (kInt4 ? 88 : 96) : 208;
   // Twice the sums are kept: of a segment of K, and of those before it.
-  static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == 128;
+  static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == 192;
+  // A thread's, of producers and of consumers, where there are two warpgroups of those.
+  static constexpr int kFewRegisters =
+      kBlocksPerSm == 2 ? (kInt4 ? 56 : 48) : kSegments ? 40 : 88;
+  static constexpr int kManyRegisters =
+      kBlocksPerSm == 2 ? (kInt4 ? 88 : 96) : kSegments ? 232 : 208;
   static constexpr int kWeightBytes =
       kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
   // Whether the launch shapes the ring. Int4 has no registers left for what it would be told.
@@ -277,7 +279,7 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
             .parity = 1};  // the first wait on a fresh barrier passes
   for_each_item(launch, shared, [&](const Item& item) {
     std::uint32_t places[kCount];  // in units of a vector
-    const int copied = launch.in_order ? 0 : item.rows;
+    const int copied = Tile::kSegments || launch.in_order ? 0 : item.rows;
     const auto find = [&] {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -299,7 +301,7 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
       if (!found) find();  // with the first weights on their way
       found = true;
 #pragma unroll
-      for (int box = 0; box < Tile::kBoxes; ++box) {
+      for (int box = 0; box < (Tile::kSegments ? 0 : Tile::kBoxes); ++box) {
         const bool inside = k * Tile::kDepth + box * Tile::kBoxDepth + vector * kElements < p.K;
         std::uint8_t* stage = Stage<Tile>(launch, shared, s).x(box);
 #pragma unroll
