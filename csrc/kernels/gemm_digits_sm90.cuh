@@ -52,18 +52,34 @@ struct Span {
 
 // ---- Phases -------------------------------------------------------------------------------------
 
-/// 16 columns of a row of x, zero from K on.
-template <class T>
+__device__ __forceinline__ bool has_byte_x(const GemmParams& p) {
+  return p.x.dtype == DType::kFloat8E4M3;
+}
+
+/// 16 columns of a row of x, zero from K on: eight pairs, or e4m3 in the first four words.
 __device__ __forceinline__ void load_x(const GemmParams& p, int m, int column,
-                                       std::uint32_t (&pairs)[8]) {
+                                       std::uint32_t (&words)[8]) {
+  const bool bytes = has_byte_x(p);
+  const char* from = static_cast<const char*>(p.x.data) +
+                     (m * p.x.stride_row + column) * (bytes ? 1 : 2);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     uint4 raw{};
-    if (column + i * 8 < p.K)
-      raw = __ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.x.data) +
-                                                  m * p.x.stride_row + column + i * 8));
-    pairs[4 * i] = raw.x, pairs[4 * i + 1] = raw.y;
-    pairs[4 * i + 2] = raw.z, pairs[4 * i + 3] = raw.w;
+    if (column + i * 8 < p.K && !(bytes && i == 1))
+      raw = __ldcg(reinterpret_cast<const uint4*>(from) + i);
+    words[4 * i] = raw.x, words[4 * i + 1] = raw.y;
+    words[4 * i + 2] = raw.z, words[4 * i + 3] = raw.w;
+  }
+}
+
+/// The pairs of 16 e4m3 values, which take the first four words.
+template <class T>
+__device__ __forceinline__ void expand_x(std::uint32_t (&words)[8]) {
+#pragma unroll
+  for (int i = 3; i >= 0; --i) {
+    std::uint32_t pairs[2];
+    device::convert_e4m3<T>(words[i], pairs);
+    words[2 * i] = pairs[0], words[2 * i + 1] = pairs[1];
   }
 }
 
@@ -86,8 +102,13 @@ __device__ __forceinline__ bool stage_rows(const DigitsParams& params, int chunk
     const int column = (chunk + c * kWarps) * kChunkCols + lane * 16;
     norm[c].load(p, column);
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) load_x<T>(p, m + i, column, pairs[c][i]);
+    for (int i = 0; i < kRows; ++i) load_x(p, m + i, column, pairs[c][i]);
   }
+  if (has_byte_x(p))
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c)
+#pragma unroll
+      for (int i = 0; i < kRows; ++i) expand_x<T>(pairs[c][i]);
   if (p.x.norm_weight)
 #pragma unroll
     for (int c = 0; c < kChunks; ++c)
@@ -247,7 +268,11 @@ __device__ __noinline__ float products_not_finite(const DigitsParams& params, in
   float sum = 0.0f;
   for (int chunk = warp; chunk < params.chunks; chunk += kWarps)
     for (int k = chunk * kChunkCols; k < min((chunk + 1) * kChunkCols, p.K); ++k) {
-      float x = device::to_float(static_cast<const T*>(p.x.data)[m * p.x.stride_row + k]);
+      const std::int64_t x_at = m * p.x.stride_row + k;
+      float x = has_byte_x(p)
+                    ? device::dequantise(static_cast<const std::uint8_t*>(p.x.data)[x_at],
+                                         DType::kFloat8E4M3, 1.0f)
+                    : device::to_float(static_cast<const T*>(p.x.data)[x_at]);
       if (p.x.norm_weight)
         x = device::to_float(device::from_float<T>(
             x * device::to_float(static_cast<const T*>(p.x.norm_weight)[k])));

@@ -157,6 +157,27 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// The same where e4m3 becomes 16-bit floats and nothing else happens: 16 columns a thread. Grid:
+/// enough threads. Bandwidth: 3 M K bytes.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    expand_kernel(const __grid_constant__ PrepareParams params) {
+  const GemmParams& p = params.gemm;
+  const auto across = static_cast<unsigned>(params.stride / 16);
+  const unsigned piece = blockIdx.x * kThreads + threadIdx.x, row = piece / across;
+  const int column = static_cast<int>(piece % across) * 16;
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  if (row >= p.M) return;
+  uint4 in{};
+  if (column < p.K)
+    in = *reinterpret_cast<const uint4*>(static_cast<const std::uint8_t*>(p.x.data) +
+                                         row * p.x.stride_row + column);
+  T* out = static_cast<T*>(params.prepared) + row * params.stride + column;
+  device::store(out, device::dequantise8<T>({in.x, in.y}, DType::kFloat8E4M3, 1.0f));
+  device::store(out + 8, device::dequantise8<T>({in.z, in.w}, DType::kFloat8E4M3, 1.0f));
+}
+
 /// 16 columns a thread, in the order of launch_reorder. Grid: enough threads. Bandwidth: 2 M K
 /// bytes.
 __global__ void __launch_bounds__(kThreads)
@@ -188,9 +209,20 @@ __global__ void __launch_bounds__(kThreads)
                             column) = out;
 }
 
-}  // namespace
-
 // ---- Launch -------------------------------------------------------------------------------------
+
+/// Whether 16 columns of x can be read at once.
+bool reads_vectors(const GemmParams& p) {
+  return !p.x.perm && reinterpret_cast<std::uintptr_t>(p.x.data) % 16 == 0 &&
+         (p.M <= 1 || p.x.stride_row % 16 == 0);
+}
+
+/// A thread for each 16 columns of [M, stride].
+dim3 pieces_grid(const GemmParams& p, std::int64_t stride) {
+  return dim3(checked_int32(ceil_div<std::int64_t>(p.M * (stride / 16), kThreads), "linear: rows"));
+}
+
+}  // namespace
 
 void launch_simple(const GemmParams& gemm, float* partials, Stream stream) {
   const SimpleParams params{.gemm = gemm, .partials = partials};
@@ -218,21 +250,25 @@ void launch_simple(const GemmParams& gemm, float* partials, Stream stream) {
 void launch_prepare(const GemmParams& gemm, void* prepared, std::int64_t stride, Stream stream) {
   const PrepareParams params{.gemm = gemm, .prepared = prepared, .stride = stride};
   const dim3 grid(checked_int32(gemm.M, "linear: rows"));
+  const bool vectors = reads_vectors(gemm) && gemm.K % 16 == 0;
   device::dispatch_float(gemm.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
+    if constexpr (sizeof(T) == 2) {
+      if (vectors && gemm.x.dtype == DType::kFloat8E4M3 && !gemm.x.norm_weight &&
+          !gemm.x.scale_per_group)
+        return device::launch_chained<expand_kernel<T>>(pieces_grid(gemm, stride), dim3(kThreads),
+                                                        0, stream, params, "linear: prepare");
+    }
     device::launch_chained<prepare_kernel<T>>(grid, dim3(kThreads), 0, stream, params,
                                               "linear: prepare");
   });
 }
 
 void launch_reorder(const GemmParams& gemm, void* reordered, std::int64_t stride, Stream stream) {
-  const bool vectors = !gemm.x.perm && reinterpret_cast<std::uintptr_t>(gemm.x.data) % 16 == 0 &&
-                       (gemm.M <= 1 || gemm.x.stride_row % 16 == 0);
   const PrepareParams params{
-      .gemm = gemm, .prepared = reordered, .stride = stride, .vectors = vectors};
-  const std::int64_t blocks = ceil_div<std::int64_t>(gemm.M * (stride / 16), kThreads);
-  device::launch_chained<reorder_kernel>(dim3(checked_int32(blocks, "linear: rows")),
-                                         dim3(kThreads), 0, stream, params, "linear: reorder");
+      .gemm = gemm, .prepared = reordered, .stride = stride, .vectors = reads_vectors(gemm)};
+  device::launch_chained<reorder_kernel>(pieces_grid(gemm, stride), dim3(kThreads), 0, stream,
+                                         params, "linear: reorder");
 }
 
 }  // namespace ridgeline::gemm_detail

@@ -223,7 +223,20 @@ def _w4a8_samples() -> list[Sample]:
     samples = [
         Sample(f"{rows} rows of fp8", x=fp8(rows, 256), x_scale=_positive(rows), bias=normal(64),
                weight=_int4_weight(64, 256, 128, False, False))
-        for rows in (1, 9, 33, 70)
+        for rows in (1, 4, 9, 33, 70)
+    ]  # fmt: skip
+    # Up to 8 rows the kernel of digits takes them as they are, where 16 bytes can be read.
+    samples += [
+        Sample("7 rows of fp8, a chunk and a part, zero points", x=fp8(7, 576),
+               x_scale=_positive(7), weight=_int4_weight(80, 576, 64, True, False)),
+        Sample("1 row of fp8, chunks that warps take by turns", x=fp8(1, 4608),
+               x_scale=_positive(1), weight=_int4_weight(48, 4608, 128, False, False)),
+        Sample("3 rows of fp8, off 16 bytes", x=fp8(3, 136)[:, 3:131], x_scale=_positive(3),
+               weight=_int4_weight(64, 128, 128, False, False)),
+        Sample("3 rows of fp8, NaN stays in its row", x_scale=_positive(3),
+               x=normal(3, 512, dtype=torch.float32).set((1, 5), math.nan).to(
+                   torch.float8_e4m3fn),
+               weight=_int4_weight(64, 512, 64, True, False)),
     ]  # fmt: skip
     return [
         *samples,
