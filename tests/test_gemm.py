@@ -360,7 +360,7 @@ def test_segments_of_batch_invariant_products(N: int, K: int, segments: int) -> 
 
 @pytest.mark.parametrize(
     ("M", "path"),
-    [(128, "cluster"), (129, "grouped"), (256, "turns"), (512, "turns"), (513, "grouped")],
+    [(111, "cluster"), (112, "turns"), (129, "grouped"), (512, "turns"), (513, "grouped")],
 )
 def test_kernels_of_batch_invariant_gated_products(M: int, path: str) -> None:
     """All with K whole."""

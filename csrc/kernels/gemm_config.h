@@ -247,9 +247,13 @@ constexpr bool is_for_turns(const Shape& shape) {
   return 5 * std::max(shape.M, kSide) * along_n >= 4 * kSide * kBlocksWanted * waves;
 }
 
-/// Rows from which two warpgroups by turns are faster than the experts' kernel: gated 4096 x 28672,
-/// 256, 384 and 512 rows 105, 148, 164 us and 110, 159, 203.
-constexpr std::int64_t kLeastTurns = 256;
+/// Whether row tiles of the kernel of two warpgroups by turns are full enough for it to be faster
+/// where bits may not depend on M: gated 4096 x 28672, 256, 384 and 512 rows 105, 148, 164 us and
+/// the experts' kernel 110, 159, 203, but 192 rows 99 and 82; 128 rows in a model 67, and about 74
+/// by the cluster kernel.
+constexpr bool has_few_empty_rows(const Shape& shape) {
+  return 8 * shape.M >= 7 * round_up<std::int64_t>(shape.M, 128);
+}
 
 constexpr Path path_of(const Shape& shape) {
   if (is_for_grouped(shape)) return Path::kGrouped;
@@ -285,10 +289,10 @@ constexpr Config choose(const Shape& shape) {
   if (config.path == Path::kCluster || config.path == Path::kGrouped)
     cut_for_cluster(shape, config);
   if (config.path == Path::kGrouped) {
-    if (is_for_few(shape.M, config.segments)) {
-      config.path = Path::kCluster;
-    } else if (config.segments == 1 && shape.M >= kLeastTurns && is_for_turns(shape)) {
+    if (config.segments == 1 && has_few_empty_rows(shape) && is_for_turns(shape)) {
       config.path = Path::kTurns;  // K in the same order
+    } else if (is_for_few(shape.M, config.segments)) {
+      config.path = Path::kCluster;
     }
   }
   const bool tiles = config.path == Path::kExpand || config.path == Path::kExpandToFp8;
