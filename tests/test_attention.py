@@ -146,8 +146,10 @@ def test_batched_equals_alone(device: str, invariant: bool) -> None:
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("heads", [8, 32, 40])  # rows of a KV head: one, whole pairs, an odd number
 def test_one_sequence_alone_equals_batched(dim: int, heads: int) -> None:
-    """Alone it is a cluster's of blocks for each of 8 KV heads, in a batch any block's."""
-    lengths = [1, 64, 65, 500, 700, 1024, 4000, 0]
+    """Alone it is a cluster's of blocks for each of 8 KV heads, in a batch any block's. Lengths:
+    the edges of a leaf of short sequences, all numbers of them that end parts of other sizes, the
+    longest short one, others."""
+    lengths = [1, 64, 65, 129, 200, 257, 321, 400, 449, 512, 513, 700, 1024, 4000, 0]
     paged = Paged("cuda", lengths, 64, math.nan, dim, kv_heads=8)
     q = normal("cuda", len(lengths), heads, dim)
     out, lse = paged.run(q)

@@ -74,31 +74,24 @@ struct OnlineSoftmax {
 struct ColumnSoftmax {
   static constexpr float kSlack = 8.0f;
   float base[2] = {kMinusInfinity, kMinusInfinity};  // the same in all lanes of a column
-  float sum[2] = {0.0f, 0.0f};                       // of this thread's keys alone
+  float sum[2] = {0.0f, 0.0f};  // of this thread's keys alone; of all at a leaf's end
 
   __device__ __forceinline__ bool is_exceeded(const float (&scores)[4]) const {
     return fmaxf(scores[0], scores[2]) > base[0] + kSlack ||
            fmaxf(scores[1], scores[3]) > base[1] + kSlack;
   }
 
-  /// largest: of all new scores of a query. keep[] is what every earlier sum is to be multiplied
-  /// with.
-  __device__ __forceinline__ void raise(const float (&largest)[2], float (&keep)[2]) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const float raised = largest[c] > base[c] + kSlack ? largest[c] : base[c];
-      keep[c] = ptx::exp2_approx(base[c] - exponent_base(raised));
-      base[c] = raised;
-      sum[c] *= keep[c];
-    }
+  /// The base of query c after new scores, of which this is the largest.
+  __device__ __forceinline__ float raised(int c, float largest) const {
+    return largest > base[c] + kSlack ? largest : base[c];
   }
 
-  /// weights[] of scores[], and their sums added to totals[].
-  __device__ __forceinline__ void weigh(const float (&scores)[4], float (&weights)[4],
-                                        float (&totals)[2]) const {
+  /// weights[] of scores[] relative to `bases`, and their sums added to totals[].
+  __device__ __forceinline__ static void weigh(const float (&scores)[4], const float (&bases)[2],
+                                               float (&weights)[4], float (&totals)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      weights[i] = ptx::exp2_approx(scores[i] - exponent_base(base[i % 2]));
+      weights[i] = ptx::exp2_approx(scores[i] - exponent_base(bases[i % 2]));
       totals[i % 2] += weights[i];
     }
   }
@@ -114,11 +107,6 @@ struct ColumnSoftmax {
       base[c] = whole;
       sum[c] *= keep[c];
     }
-  }
-
-  __device__ __forceinline__ void join_column() {
-#pragma unroll
-    for (float& s : sum) s = column_reduce<Sum>(s);
   }
 };
 

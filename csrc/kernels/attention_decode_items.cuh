@@ -32,9 +32,9 @@ __device__ __forceinline__ Cut leaves_of(const Launch& launch, const config::Seq
   const config::KeyRange range = range_of(launch.attention, s);
   const int span = config::greater(range.end - range.begin, 1);
   const int one = launch.one.divide(span - 1) + 1, half = launch.half.divide(span - 1) + 1;
-  const int leaf = span <= config::kDecodeWhole
-                       ? span
-                       : config::decode_keys(one, half, s.q_len * launch.group_size);
+  const int leaf = span > config::kDecodeWhole
+                       ? config::decode_keys(one, half, s.q_len * launch.group_size)
+                       : config::lesser(span, Tile::kShortLeaf);
   const int keys = round_up(leaf, Tile::kKeys);
   return {.begin = range.begin, .end = range.end, .leaf = keys, .keys = keys};
 }
@@ -47,12 +47,14 @@ __device__ __forceinline__ void count_splits(Cut& cut) {
   while ((cut.splits - 1) * cut.keys >= span) --cut.splits;
 }
 
-/// limit: keys of the largest item that is wanted.
+/// limit: keys of the largest item that is wanted; short sequences are one.
 template <class Tile>
 __device__ __forceinline__ void grow(Cut& cut, int limit) {
+  const int span = cut.end - cut.begin;
+  if (span <= config::kDecodeWhole) limit = config::kDecodeWhole;
 #pragma unroll
   for (int level = 0; level < Tile::kLevels; ++level)
-    if (cut.keys < cut.end - cut.begin && 2 * cut.keys <= limit) cut.keys *= 2;
+    if (cut.keys < span && 2 * cut.keys <= limit) cut.keys *= 2;
   count_splits(cut);
 }
 

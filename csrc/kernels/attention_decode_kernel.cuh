@@ -25,9 +25,11 @@ __device__ __forceinline__ void conclude(const Launch& launch, Shared<Tile>& sha
   // The weights of the item after it are read, or will be before the next are stored; those of
   // splits take their place.
   static_assert(sizeof(PartWeights<Tile>) <= sizeof(shared.weights));
-  if (item.splits > 1 && item.is_last)
+  if (item.splits > 1 && item.is_last) {
     merge_splits<Tile>(launch, item.work, item.splits,
                        reinterpret_cast<PartWeights<Tile>&>(shared.weights));
+    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // which are read
+  }
   __syncwarp();  // the warp is done with the item
   if (threadIdx.x % device::kWarpSize == 0) ptx::mbarrier_arrive(&shared.released[ring.place]);
 }
@@ -48,6 +50,7 @@ __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shar
       warp.begin(item, items.place);
       gather<Tile>(item, warp, parts, place);
       store_item<Tile>(launch, item, items.place, warp);
+      if (place.held >= 0 && warp.lane == 0) ptx::mbarrier_arrive(&shared.free[place.held]);
       ptx::fence_block();  // its share comes before its arrival
       __syncwarp();  // the warp has stored its share
       if (warp.lane == 0) ptx::mbarrier_arrive(&shared.stored[items.place]);
@@ -162,6 +165,8 @@ Launch launch_of(const AttentionParams& p) {
   using attention_launch::keys_of, attention_launch::values_of;
   launch.k = device::swizzled_map(keys_of(p), launch.box_rows, kColumns, kPromotion);
   launch.v = device::swizzled_map(values_of(p), launch.box_rows, kColumns, kPromotion);
+  launch.end_k = device::swizzled_map(keys_of(p), kEndRows, kColumns, kPromotion);
+  launch.end_v = device::swizzled_map(values_of(p), kEndRows, kColumns, kPromotion);
   launch.max_blocks = Divisor::of(std::max(p.max_blocks, 1));
   launch.max_splits = config::max_decode_splits(p);
   launch.row_pairs = ceil_div(most_rows(p), 2);

@@ -9,6 +9,7 @@ template <class Tile>
 struct Place {
   Ring<Tile::kStages> ring;
   int buffer = 0, totals = 0;  // of weights; of totals
+  int held = -1;  // the stage whose values may still be read
 };
 
 /// What a tile lacks that has landed: nothing.
@@ -29,8 +30,8 @@ __device__ __forceinline__ void gather(const Item& item, WarpState<Tile>& warp,
   };
   // An arrival does not wait for loads of shared memory that are on their way. So a stage is given
   // back once later work has used what was loaded from it: keys when weights are stored, values
-  // with the keys after them, or when the sums are stored.
-  int held = -1;
+  // with the keys after them, or, by the caller, when the sums are stored.
+  place.held = -1;
   int n = item.keys.begin, leaf = 0;
   do {
     const int end = config::lesser(n + item.leaf, item.keys.end);
@@ -47,17 +48,17 @@ __device__ __forceinline__ void gather(const Item& item, WarpState<Tile>& warp,
       ptx::mbarrier_wait(&shared.full[values], place.ring.parity);
       lacking.add_value(values, n);
       if (!warp.all_live(n)) warp.clear_unused_values(values, n);
-      warp.weigh(item, values, n, place.buffer, scores, is_first);
+      warp.weigh(item, values, n, place.buffer, scores, is_first,
+                 !Tile::kQuantised && n + Tile::kKeys >= end);
       free_stage(keys);
-      if (held >= 0) free_stage(held);
+      if (place.held >= 0) free_stage(place.held);
       warp.add_values(values, place.buffer);
-      held = values;
+      place.held = values;
       place.ring.next();
     }
     warp.end_leaf(leaf++, n >= item.keys.end, parts, shared.totals[place.totals]);
     place.totals ^= 1;
   } while (n < item.keys.end);
-  if (held >= 0) free_stage(held);
 }
 
 /// The results of splits: sums in the order of the accumulators (a float4 holds two columns of two

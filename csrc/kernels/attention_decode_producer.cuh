@@ -26,14 +26,28 @@ __device__ __forceinline__ void request_tables(const Launch& launch, Shared<Tile
   ptx::commit_copies();
 }
 
+/// Boxes of the tile at key n. Those of a sequence's last tile are small, for most of a large one
+/// may hold none of its keys.
+struct Boxes {
+  const CUtensorMap* maps[2];  // keys, values
+  int rows, shift;             // 1 << shift
+};
+
+template <class Tile>
+__device__ __forceinline__ Boxes boxes_of(const Launch& launch, const Item& item, int n) {
+  if (n + Tile::kKeys <= item.keys.end)
+    return {{&launch.k, &launch.v}, launch.box_rows, launch.box_shift};
+  return {{&launch.end_k, &launch.end_v}, kEndRows, kEndShift};
+}
+
 /// Where this lane's box of the tile at key n lies. block_at(i, wanted): entry i of the block table
 /// if it is wanted; by all lanes.
 template <class Tile, class BlockAt>
-__device__ __forceinline__ Box find_box(const Launch& launch, const Item& item, int n,
+__device__ __forceinline__ Box find_box(const Launch& launch, const Item& item, int n, int rows,
                                         BlockAt&& block_at) {
   const AttentionParams& p = launch.attention;
   const int lane = threadIdx.x % device::kWarpSize;
-  const int first = lane / Tile::kParts * launch.box_rows;
+  const int first = lane / Tile::kParts * rows;
   Box box{.slot_batch = p.cu_k != nullptr ? 0 : item.work.batch};
   n += first;
   box.wanted = first < Tile::kKeys && n < item.keys.end;
@@ -90,12 +104,13 @@ __device__ __forceinline__ void prefetch_guess(const Launch& launch, int index) 
   const std::int32_t* table = p.block_tables + item.work.batch * p.stride_table;
   const std::uint64_t policy = ptx::evict_first();
   for (int tile = 0; tile < Tile::kStages / 2; ++tile) {
-    const Box box = find_box<Tile>(launch, item, item.keys.begin + tile * Tile::kKeys,
-                                   [&](int i, bool wanted) {
-                                     return wanted ? ptx::load_from_l2(table + i) : 0;
-                                   });
+    const int n = item.keys.begin + tile * Tile::kKeys;
+    const Boxes boxes = boxes_of<Tile>(launch, item, n);
+    const Box box = find_box<Tile>(launch, item, n, boxes.rows, [&](int i, bool wanted) {
+      return wanted ? ptx::load_from_l2(table + i) : 0;
+    });
     if (!box.wanted) continue;
-    for (const CUtensorMap* map : {&launch.k, &launch.v})
+    for (const CUtensorMap* map : boxes.maps)
       ptx::prefetch_tensor_4d(map, column_of_lane<Tile>(), box.slot_row, item.work.kv_head,
                               box.slot_batch, policy);
   }
@@ -106,9 +121,8 @@ __device__ __forceinline__ const void* word_of(const char* element) {
   return element - reinterpret_cast<std::uintptr_t>(element) % 4;
 }
 
-/// Keys or values as the producer needs them.
+/// Scales of keys or values.
 struct Source {
-  const CUtensorMap* map;
   const void* scales;
   std::int64_t stride_batch, stride_row, stride_head;  // of scales
 };
@@ -116,14 +130,14 @@ struct Source {
 /// The scales of a tile, a key a lane at a time; the barrier counts them as they come.
 template <class Tile>
 __device__ __forceinline__ void request_scales(const Launch& launch, const Source& source,
-                                               int kv_head, int keys, const Box& box,
-                                               Shared<Tile>& shared, int stage) {
+                                               int kv_head, int keys, const Boxes& boxes,
+                                               const Box& box, Shared<Tile>& shared, int stage) {
   const auto* scales = static_cast<const char*>(source.scales) + kv_head * source.stride_head * 2;
   for (int first = 0; first < keys; first += device::kWarpSize) {
     const int i = first + static_cast<int>(threadIdx.x) % device::kWarpSize;
-    const int owner = (i >> launch.box_shift) * Tile::kParts;  // the lane that knows its box
+    const int owner = (i >> boxes.shift) * Tile::kParts;  // the lane that knows its box
     const std::int64_t batch = device::from_lane(box.slot_batch, owner);
-    const std::int64_t row = device::from_lane(box.slot_row, owner) + (i & (launch.box_rows - 1));
+    const std::int64_t row = device::from_lane(box.slot_row, owner) + (i & (boxes.rows - 1));
     if (i >= keys) continue;
     const char* from = scales + (batch * source.stride_batch + row * source.stride_row) * 2;
     ptx::copy_async_4(&shared.scales[stage][i], word_of(from), true);
@@ -150,13 +164,10 @@ struct Bringer {
   Shared<Tile>& shared;
   const AttentionParams& p = launch.attention;
   const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
-  const int box_bytes = launch.box_rows * Tile::kPartBytes;
-  const int offset = lane % Tile::kParts * Tile::kPartSpan +
-                     lane / Tile::kParts * launch.box_rows * Tile::kPartBytes;
   const std::uint64_t policy = ptx::evict_first();
   const Source sources[2] = {
-      {&launch.k, p.k_scale, p.stride_ks_batch, p.stride_ks_row, p.stride_ks_head},
-      {&launch.v, p.v_scale, p.stride_vs_batch, p.stride_vs_row, p.stride_vs_head}};
+      {p.k_scale, p.stride_ks_batch, p.stride_ks_row, p.stride_ks_head},
+      {p.v_scale, p.stride_vs_batch, p.stride_vs_row, p.stride_vs_head}};
   // More of them on their way make the memory slower. H200, bf16, 32 sequences of 8k keys: 258 us,
   // and 248 so.
   static constexpr int kInFlight = kFlightBytes / Tile::kBytes;
@@ -180,28 +191,33 @@ struct Bringer {
   __device__ __forceinline__ void bring(const Item& item, int n) {
     if (launch.block_size.divide(n + Tile::kKeys - 1) - first_entry >= device::kWarpSize)
       load_entries(item.work.batch, n);
-    const Box box = find_box<Tile>(launch, item, n, [&](int i, bool wanted) {
+    const Boxes boxes = boxes_of<Tile>(launch, item, n);
+    const Box box = find_box<Tile>(launch, item, n, boxes.rows, [&](int i, bool wanted) {
       const int block = device::from_lane(entry, (i - first_entry) % device::kWarpSize);
       return wanted ? block : 0;
     });
-    const int boxes = device::count_lanes(box.wanted);
+    const int box_bytes = boxes.rows * Tile::kPartBytes;
+    const int bytes = device::count_lanes(box.wanted) * box_bytes;
+    const int offset =
+        lane % Tile::kParts * Tile::kPartSpan + lane / Tile::kParts * box_bytes;
     [[maybe_unused]] const int keys = config::lesser(Tile::kKeys, item.keys.end - n);
 #pragma unroll
-    for (const Source& source : sources) {
+    for (int i = 0; i < 2; ++i) {
       std::uint64_t* full = &shared.full[ring.place];
       ptx::mbarrier_wait(&shared.free[ring.place], ring.parity);
       if (++requested > kInFlight) {
         ptx::mbarrier_wait(&shared.full[landed.place], landed.parity);
         landed.next();
       }
-      if (lane == 0) ptx::mbarrier_expect(full, boxes * box_bytes);
+      if (lane == 0) ptx::mbarrier_expect(full, bytes);
       __syncwarp();  // the bytes are expected before the first can come
       if (box.wanted)
-        ptx::copy_tensor_4d(shared.stages[ring.place] + offset, source.map, full,
+        ptx::copy_tensor_4d(shared.stages[ring.place] + offset, boxes.maps[i], full,
                             column_of_lane<Tile>(), box.slot_row, item.work.kv_head,
                             box.slot_batch, policy);
       if constexpr (Tile::kQuantised)
-        request_scales<Tile>(launch, source, item.work.kv_head, keys, box, shared, ring.place);
+        request_scales<Tile>(launch, sources[i], item.work.kv_head, keys, boxes, box, shared,
+                             ring.place);
       ring.next();
     }
   }

@@ -30,6 +30,9 @@ constexpr int kBlockBytes = 113 * 1024;  // of shared memory: two blocks an SM
 constexpr int kFlightBytes = 64 * 1024;  // that a block has asked for and not got
 constexpr int kAskedAhead = 3;  // tiles before an item's end, its block asks for another
 constexpr int kStep = 16;                // keys of one MMA
+// Keys of a box of a sequence's last tile, most of which may be none of its keys; blocks are
+// multiples of it. H200, 128 sequences of 160 keys: 34.2 us with whole tiles, 31.5 so.
+constexpr int kEndRows = 16, kEndShift = 4;
 constexpr int kItems = 4;  // items in the making: read ahead, worked on, waiting to be joined
 constexpr int kTableEntries = 256;  // block tables of fewer in all are copied to shared memory
 constexpr int kMaxSequences = 256;  // of one launch
@@ -55,6 +58,12 @@ struct Tile {
   static constexpr int kPairUnits = kSize / 2;  // float4 of the sums of two rows
   // An item is up to 1 << kLevels leaves: so many parts of a tree of them wait.
   static constexpr int kLevels = kQueryTiles > 1 ? 0 : kSize > 128 ? 3 : 5;
+  static constexpr int kNearLevels = kLevels > 0 && kSize <= 128 ? 2 : 0;  // in registers
+  // Keys of a leaf of a short sequence, at most: alone, each is a block's. H200, bf16, one sequence
+  // of 384 keys: 6.7 us in one leaf, 4.9 in leaves of 128, 4.2 of 64; but 128 of them 51.6 in those
+  // of 128 and 52.9 of 64. fp8, 128 sequences of 512 keys: 46.5 in one leaf, 50.6 of 128.
+  static constexpr int kShortLeaf =
+      kLevels == 0 ? config::kDecodeWhole : kQuantised ? 256 : config::kKeyTile;
   // Where a sequence has at most 8 rows, they wait in shared memory; the pitch keeps them apart by
   // 4 banks.
   static constexpr bool kSharesQueries = kQueryTiles == 1 && kSize <= 128;
@@ -112,9 +121,10 @@ struct Shared {
   };
   int first_items[kMaxSequences + 1];  // of each sequence
   alignas(16) std::uint16_t weights[2][Tile::kRows][Tile::kWeightPitch];  // of every other tile
-  float largest[kWarps][Tile::kRows];
-  float totals[2][kWarps][Tile::kRows];  // of every other leaf
-  int exponents[kWarps];
+  alignas(16) float bases[2][Tile::kRows][kWarps];  // the warps', of these
+  alignas(16) int exponents[2][kWarps];
+  // Of every other tile, of 16-bit caches: of leaves that end with it; else of every other leaf.
+  alignas(16) float totals[2][Tile::kRows][kWarps];
   alignas(8) std::uint64_t full[kStages], free[kStages];
   // Of an item: it is described; its queries are there; its partials are stored; is_last is known;
   // its place is free.
@@ -140,7 +150,8 @@ struct Shared {
 struct Launch {
   AttentionParams attention;
   FreshKey fresh;  // k null: all keys are in the cache
-  CUtensorMap k, v;
+  CUtensorMap k, v;            // boxes of box_rows keys, ...
+  CUtensorMap end_k, end_v;    // ... and of kEndRows
   Divisor block_size, kv_heads, group, max_blocks;
   Divisor one, half;  // the splits of kDecodeItems, and of twice as many items
   int group_size;     // query heads a KV head

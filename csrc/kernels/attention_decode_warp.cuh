@@ -1,195 +1,44 @@
 #pragma once
-#include "device/ptx/stmatrix.cuh"
-#include "device/ptx/warpgroup.cuh"
-#include "kernels/attention_decode_keys.cuh"
+#include "kernels/attention_decode_weights.cuh"
 
-/// What a warp of the Hopper decode kernel does with its scores: it weighs its own keys of a tile,
-/// and sums its own columns of all the tile's values, sums^T [columns, 8] += V^T weights^T. Weights
-/// pass through shared memory, sums never do: the end of an item costs no exchange of them.
+/// What a warp of the Hopper decode kernel gathers: its own columns of all the tile's values,
+/// sums^T [columns, 8] += V^T weights^T, and the leaves of an item. Sums never pass through shared
+/// memory: the end of an item costs no exchange of them.
 namespace ridgeline::attention_decode {
 
-constexpr int kConsumersMeet = 1;  // named barrier
-
 template <class Tile>
-struct WarpState : KeyWarp<Tile> {
-  using Base = KeyWarp<Tile>;
-  using typename Base::Scores, typename Base::T;
-  using Base::kSteps, Base::kTiles, Base::row_of_step, Base::scale_of;
-  using Base::g, Base::lane, Base::launch, Base::live, Base::p, Base::shared, Base::t, Base::warp;
-
-  // Gathered so far.
-  device::ColumnSoftmax softmax[kTiles];  // of rows 2 t and 2 t + 1 of each query tile
-  float sums[Tile::kSums][kTiles][4];
-  int value_exponent;  // weights are kept divided by 2^(value_exponent - 127) (quantised)
+struct WarpState : WeightWarp<Tile> {
+  using Base = WeightWarp<Tile>;
+  using typename Base::T;
+  using Base::kTiles, Base::softmax, Base::sums, Base::units, Base::value_exponent;
+  using Base::g, Base::lane, Base::live, Base::shared, Base::t, Base::warp;
 
   /// A part of the item's tree that waits for what follows it.
   struct Part {
     float base[kTiles][2], total[kTiles][2];
     float sums[Tile::kSums][kTiles][4];
   };
-  // In local memory, for leaves end seldom and registers are scarce.
-  using Parts = Part[Tile::kLevels > 0 ? Tile::kLevels : 1];
+  // Of the first levels in registers; of the others, which end seldom, in local memory: it is more
+  // than L1 has beside shared memory, and its loads stand in line with the tiles. H200, 128
+  // sequences of 512 keys in leaves of 64: 76.3 us with all levels there, 69.5 so.
+  static constexpr int kFarLevels = Tile::kLevels - Tile::kNearLevels;
+  using Parts = Part[kFarLevels > 0 ? kFarLevels : 1];
+  Part near[Tile::kNearLevels > 0 ? Tile::kNearLevels : 1];
 
   __device__ __forceinline__ WarpState(const Launch& launch, Shared<Tile>& shared)
       : Base{launch, shared} {}
 
-  __device__ __forceinline__ void begin_leaf() {
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      softmax[j] = {};
-#pragma unroll
-      for (int i = 0; i < Tile::kSums; ++i)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sums[i][j][c] = 0.0f;
-    }
-    value_exponent = 0;
-  }
-
-  // ---- Weights ----------------------------------------------------------------------------------
-
-  /// The scales of this thread's values (quantised).
-  using ValueScales = float[kSteps][2];
-  __device__ __forceinline__ void load_value_scales(const Item& item, int stage, int n,
-                                                    ValueScales& scales) const {
-    if constexpr (Tile::kQuantised) {
-#pragma unroll
-      for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const int i = row_of_step(s) + g + 8 * h;
-          scales[s][h] = scale_of(shared.scales[stage][i], p.v_scale, p.stride_vs_row,
-                                  p.stride_vs_head, item, n + i);
-        }
-    }
-  }
-
-  __device__ __forceinline__ static int largest_exponent(const ValueScales& scales) {
-    float largest = 0.0f;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) largest = fmaxf(largest, fmaxf(scales[s][0], scales[s][1]));
-    return exponent_of(largest);
-  }
-
-  /// Whether some weight would leave the range of its type.
-  __device__ __forceinline__ bool is_exceeded(const Scores& scores,
-                                              const ValueScales& scales) const {
-    bool exceeded = false;
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s)
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) exceeded |= softmax[j].is_exceeded(scores[s][j]);
-    // 2^(8 + 1 + 4) is still far from fp16's largest.
-    if constexpr (Tile::kQuantised) exceeded |= largest_exponent(scales) > value_exponent + 4;
-    return exceeded;
-  }
-
-  /// Stores the weights of this warp's keys; their sums so far are added to `totals`.
-  __device__ __forceinline__ void store_weights(const Scores& scores, const ValueScales& scales,
-                                                int buffer, float (&totals)[kTiles][2]) {
-    const float factor = power_of_two(254 - value_exponent);
-#pragma unroll
-    for (int s = 0; s < kSteps; ++s) {
-      float unit[2] = {1.0f, 1.0f};
-      if constexpr (Tile::kQuantised) {
-        unit[0] = scales[s][0] * factor;
-        unit[1] = scales[s][1] * factor;
-      }
-#pragma unroll
-      for (int j = 0; j < kTiles; ++j) {
-        float weights[4];
-        softmax[j].weigh(scores[s][j], weights, totals[j]);
-        std::uint32_t pairs[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          pairs[h] =
-              attention_tile::pack<T>(weights[2 * h] * unit[h], weights[2 * h + 1] * unit[h]);
-        ptx::stmatrix_transposed(
-            &shared.weights[buffer][8 * j + lane % 8][row_of_step(s) + lane / 8 % 2 * 8], pairs);
-      }
-    }
-  }
-
-  /// Raises the bases to what the tile's scores ask for, together with the other warps.
-  __device__ __forceinline__ void raise(const Scores& scores, const ValueScales& scales) {
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float largest = scores[0][j][c];
-#pragma unroll
-        for (int s = 0; s < kSteps; ++s)
-          largest = fmaxf(largest, fmaxf(scores[s][j][c], scores[s][j][c + 2]));
-        largest = device::column_reduce<device::MaxOrNaN>(largest);
-        if (g == 0) shared.largest[warp][8 * j + 2 * t + c] = largest;
-      }
-    if constexpr (Tile::kQuantised) {
-      const int exponent = device::warp_max(largest_exponent(scales));
-      if (lane == 0) shared.exponents[warp] = exponent;
-    }
-    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // the warps' largest are there
-    float shift = 1.0f;
-    if constexpr (Tile::kQuantised) {
-      int raised = value_exponent;
-      for (int w = 0; w < kWarps; ++w) raised = max(raised, shared.exponents[w]);
-      raised = min(raised, 253);
-      shift = exp2f(static_cast<float>(value_exponent - raised));
-      value_exponent = raised;
-    }
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      float largest[2], keep[2];
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        largest[c] = device::kMinusInfinity;
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w)
-          largest[c] = ptx::max_nan(largest[c], shared.largest[w][8 * j + 2 * t + c]);
-      }
-      softmax[j].raise(largest, keep);
-#pragma unroll
-      for (int i = 0; i < Tile::kSums; ++i)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) sums[i][j][c] *= keep[c % 2] * shift;
-    }
-  }
-
-  /// Leaves the weights of the tile whose first key is n in shared memory; all warps meet.
-  __device__ __forceinline__ void weigh(const Item& item, int stage, int n, int buffer,
-                                        const Scores& scores, bool is_first) {
-    ValueScales scales;
-    load_value_scales(item, stage, n, scales);
-    float totals[kTiles][2] = {};
-    if (!is_first) {  // bases are there already, and mostly high enough
-      store_weights(scores, scales, buffer, totals);
-      // Weights are there, and clean values; what the tile before last left is read.
-      if (!ptx::named_barrier_any(kConsumersMeet, kConsumerThreads, is_exceeded(scores, scales)))
-        return add_totals(totals);
-    }
-    raise(scores, scales);
-    for (auto& pair : totals) pair[0] = pair[1] = 0.0f;
-    store_weights(scores, scales, buffer, totals);
-    ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // weights are there
-    add_totals(totals);
-  }
-
-  __device__ __forceinline__ void add_totals(const float (&totals)[kTiles][2]) {
-#pragma unroll
-    for (int j = 0; j < kTiles; ++j)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) softmax[j].sum[c] += totals[j][c];
-  }
-
   // ---- Leaves -----------------------------------------------------------------------------------
 
-  /// The warps' totals of a leaf become one; all warps meet.
-  __device__ __forceinline__ void join_totals(float (&totals)[kWarps][Tile::kRows]) {
+  /// The warps' totals of a leaf become one; all warps meet (quantised).
+  __device__ __forceinline__ void join_totals(float (&totals)[Tile::kRows][kWarps]) {
 #pragma unroll
-    for (int j = 0; j < kTiles; ++j) {
-      softmax[j].join_column();
+    for (int j = 0; j < kTiles; ++j)
 #pragma unroll
-      for (int c = 0; c < 2; ++c)
-        if (g == 0) totals[warp][8 * j + 2 * t + c] = softmax[j].sum[c];
-    }
+      for (int c = 0; c < 2; ++c) {
+        const float total = device::column_reduce<device::Sum>(softmax[j].sum[c]);
+        if (g == 0) totals[8 * j + 2 * t + c][warp] = total;
+      }
     ptx::named_barrier_sync(kConsumersMeet, kConsumerThreads);  // the warps' totals are there
 #pragma unroll
     for (int j = 0; j < kTiles; ++j)
@@ -197,7 +46,7 @@ struct WarpState : KeyWarp<Tile> {
       for (int c = 0; c < 2; ++c) {
         softmax[j].sum[c] = 0.0f;
 #pragma unroll
-        for (int w = 0; w < kWarps; ++w) softmax[j].sum[c] += totals[w][8 * j + 2 * t + c];
+        for (int w = 0; w < kWarps; ++w) softmax[j].sum[c] += totals[8 * j + 2 * t + c][w];
       }
   }
 
@@ -221,8 +70,8 @@ struct WarpState : KeyWarp<Tile> {
   /// Leaf `leaf` of the item has been gathered: it joins the parts of its own size, or, if it is
   /// the last, all that wait.
   __device__ __forceinline__ void end_leaf(int leaf, bool is_last, Parts& parts,
-                                           float (&totals)[kWarps][Tile::kRows]) {
-    join_totals(totals);
+                                           float (&totals)[Tile::kRows][kWarps]) {
+    if constexpr (Tile::kQuantised) join_totals(totals);
     const float unit = Tile::kQuantised ? power_of_two(value_exponent) : 1.0f;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
@@ -233,11 +82,24 @@ struct WarpState : KeyWarp<Tile> {
 #pragma unroll
         for (int c = 0; c < 4; ++c) sums[i][j][c] *= keep[c % 2] * unit;
     }
-    if constexpr (Tile::kLevels > 0) {
-      int level = 0;
+    climb<0>(leaf, is_last, parts);
+  }
+
+  /// From level kLevel on.
+  template <int kLevel>
+  __device__ __forceinline__ void climb(int leaf, bool is_last, Parts& parts) {
+    if constexpr (kLevel < Tile::kNearLevels) {
+      if ((leaf >> kLevel & 1) != 0) {
+        join(near[kLevel]);
+      } else if (!is_last) {
+        return keep(near[kLevel]);
+      }
+      climb<kLevel + 1>(leaf, is_last, parts);
+    } else if constexpr (kFarLevels > 0) {
+      int level = kLevel;
       for (; leaf >> level != 0 && (is_last || (leaf >> level & 1) != 0); ++level)
-        if ((leaf >> level & 1) != 0) join(parts[level]);
-      if (!is_last) keep(parts[level]);
+        if ((leaf >> level & 1) != 0) join(parts[level - kLevel]);
+      if (!is_last) keep(parts[level - kLevel]);
     }
   }
 
@@ -274,6 +136,10 @@ struct WarpState : KeyWarp<Tile> {
     ptx::fence_async_shared();
   }
 
+  __device__ __forceinline__ static std::uint32_t times(std::uint32_t a, std::uint32_t b) {
+    return device::as_bits(__hmul2(device::as_pair<T>(a), device::as_pair<T>(b)));
+  }
+
   /// sums += this warp's columns of the tile's values times their weights.
   __device__ __forceinline__ void add_values(int stage, int buffer) {
     const char* tile = shared.stages[stage];
@@ -284,9 +150,13 @@ struct WarpState : KeyWarp<Tile> {
     for (int pair = 0; pair < Tile::kKeys / (2 * kStep); ++pair) {  // of runs of 16 keys
       std::uint32_t weights[kTiles][4];
 #pragma unroll
-      for (int j = 0; j < kTiles; ++j)
+      for (int j = 0; j < kTiles; ++j) {
         ptx::ldmatrix(weights[j],
                       &shared.weights[buffer][8 * j + lane % 8][2 * kStep * pair + 8 * matrix]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          weights[j][i] = times(weights[j][i], units[j][(2 * pair + i / 2) % kWarps]);
+      }
 #pragma unroll
       for (int s = 0; s < (kTwoKeys ? 1 : 2); ++s) {
         const char* from = tile + (2 * pair + s) * kStep * Tile::kPartBytes;
