@@ -124,34 +124,55 @@ __device__ __forceinline__ Item item_of(const Launch& launch, const config::Sequ
 template <class Tile>
 struct Plan {
   const Launch& launch;
+  std::int32_t* lengths = nullptr;  // that it is for; null: what the sequences are now
   const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
   config::Sequence sequence{};  // number `lane`
   Cut cut{};
   int runs = 0;
-  int limit;       // keys of the largest item wanted, ...
-  int finer_from;  // ... and kLastKeys from this sequence on
-  int all = 0;     // items
+  int limit = 0;       // keys of the largest item wanted, ...
+  int finer_from = 0;  // ... and kLastKeys from this sequence on
+  bool cuts_finer = false, begins_alike = false;
+  int all = 0;    // items
   int batch = 0;  // of the item that was taken last
 
-  __device__ __forceinline__ config::Sequence sequence_at(int b) const {
-    return config::sequence_of(launch.attention, launch.first_sequence + b);
+  /// Lengths as they are now. Whether they are the same as before.
+  __device__ __forceinline__ bool read_lengths() const {
+    bool same = true;
+#pragma unroll 4
+    for (int b = lane; b < launch.sequences; b += device::kWarpSize) {
+      const int length = ptx::load_from_l2(launch.attention.seq_lens + launch.first_sequence + b);
+      same &= lengths[b] == length;
+      lengths[b] = length;
+    }
+    __syncwarp();  // the lengths are there
+    return !device::any_lane(!same);
   }
 
-  __device__ __forceinline__ explicit Plan(const Launch& launch) : launch(launch) {
+  /// Whether a plan of lengths that were read ahead is one of the lengths of now.
+  __device__ __forceinline__ bool holds() const {
+    return read_lengths() && (!cuts_finer || begins_alike == begin_alike());
+  }
+
+  __device__ __forceinline__ config::Sequence sequence_at(int b) const {
+    const AttentionParams& p = launch.attention;
+    if (lengths == nullptr) return config::sequence_of(p, launch.first_sequence + b);
+    return {.q_len = 1, .k_len = config::lesser(config::greater(lengths[b], 0), p.max_k)};
+  }
+
+  __device__ __forceinline__ void cut_sequences() {
     int load = 0;
-    if (lane < launch.sequences) {
-      sequence = sequence_at(lane);
-      runs = runs_of<Tile>(launch, sequence);
-      cut = leaves_of<Tile>(launch, sequence);
-      load = load_of<Tile>(runs, cut);
-    }
-    for (int b = lane + device::kWarpSize; b < launch.sequences; b += device::kWarpSize) {
+    for (int b = lane; b < launch.sequences; b += device::kWarpSize) {
       const config::Sequence s = sequence_at(b);
-      load += load_of<Tile>(runs_of<Tile>(launch, s), leaves_of<Tile>(launch, s));
+      const Cut leaves = leaves_of<Tile>(launch, s);
+      const int runs_of_it = runs_of<Tile>(launch, s);
+      load += load_of<Tile>(runs_of_it, leaves);
+      if (b == lane) sequence = s, cut = leaves, runs = runs_of_it;
     }
     limit = item_limit(launch, device::group_sum(load, device::kWarpSize));
     finer_from = launch.sequences;
-    if (cuts_finer<Tile>(launch, limit) && !begin_alike()) {
+    cuts_finer = attention_decode::cuts_finer<Tile>(launch, limit);
+    begins_alike = cuts_finer && begin_alike();
+    if (cuts_finer && !begins_alike) {
       limit = kDealtKeys;
       finer_from -= ceil_div(launch.sequences, 8);
     }
@@ -166,7 +187,8 @@ struct Plan {
     if (p.block_tables == nullptr) return false;
     const int looked = config::lesser(launch.sequences, device::kWarpSize);
     const int b = launch.first_sequence + config::lesser(lane, looked - 1);
-    const int block = p.block_tables[b * p.stride_table], first = device::from_lane(block, 0);
+    const int block = ptx::load_from_l2(p.block_tables + b * p.stride_table);
+    const int first = device::from_lane(block, 0);
     return 2 * device::count_lanes(lane > 0 && lane < looked && block == first) >= looked;
   }
 
@@ -176,6 +198,7 @@ struct Plan {
 
   /// first_items[b]: the number of the first item of sequence b.
   __device__ __forceinline__ void number_items(int* first_items) {
+    all = batch = 0;
     for (int first = 0; first < launch.sequences; first += device::kWarpSize) {
       const int b = first + lane;
       int count = runs * cut.splits;

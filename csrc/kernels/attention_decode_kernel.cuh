@@ -81,8 +81,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   extern __shared__ __align__(1024) char memory[];
   auto& shared = *reinterpret_cast<Shared<Tile>*>(memory);
   // Dependents that were asked for now would take places by twos on the SMs whose blocks end first,
-  // and the kernels after them in the chain too: they are let go as blocks end. H200, a token of 8B
-  // shapes in bf16: 5.57 ms, and 4.20 so.
+  // and the kernels after them in the chain too: they are let go as blocks come to their last tiles.
+  // H200, a token of 8B shapes in bf16: 5.57 ms, and 4.20 if they are let go as blocks end.
   if (launch.attention.counters == nullptr) ptx::launch_dependents();
   if (threadIdx.x == 0) {
     shared.make_barriers();
@@ -92,7 +92,6 @@ __global__ void __launch_bounds__(kThreads, 2)
   __syncthreads();  // the barriers are made
   const int warp = static_cast<int>(threadIdx.x) / device::kWarpSize;
   if (warp > kWarps && launch.guesses) prefetch_guess<Tile>(launch, static_cast<int>(blockIdx.x));
-  ptx::wait_for_dependencies();
   const auto clear_rows = [&] {
     if (launch.attention.cu_q != nullptr && launch.first_sequence == 0)
       attention_tile::clear_unowned_rows<typename Tile::T>(launch.attention, blockIdx.x, gridDim.x);
@@ -102,6 +101,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     clear_rows();
     return;
   }
+  ptx::wait_for_dependencies();
   clear_rows();  // while the first item is planned
   if (warp < kWarps) {
     consume<Tile>(launch, shared);
@@ -126,8 +126,9 @@ __global__ void __launch_bounds__(kConsumerThreads)
             .kv_head = static_cast<int>(blockIdx.x) % p.kv_heads,
             .group = launch.group_size};
   work.rows = work.sequence.q_len * work.group;
-  const int limit = Plan<Tile>(launch).limit;
-  const int splits = cut_of<Tile>(launch, work.sequence, limit).splits;
+  Plan<Tile> plan{launch};
+  plan.cut_sequences();
+  const int splits = cut_of<Tile>(launch, work.sequence, plan.limit).splits;
   if (splits > 1 && config::is_split(p, work.sequence.q_len))
     merge_splits<Tile>(launch, work, splits, weights);
 #endif
@@ -170,9 +171,10 @@ Launch launch_of(const AttentionParams& p) {
   launch.max_blocks = Divisor::of(std::max(p.max_blocks, 1));
   launch.max_splits = config::max_decode_splits(p);
   launch.row_pairs = ceil_div(most_rows(p), 2);
-  launch.copies_tables =
-      p.block_tables != nullptr && std::int64_t{p.batch} * p.max_blocks <= kTableEntries;
   launch.guesses = guesses_tiles(p);
+  launch.plans_ahead = launch.guesses && p.cu_q == nullptr;
+  launch.copies_tables = p.block_tables != nullptr && !launch.plans_ahead &&
+                         std::int64_t{p.batch} * p.max_blocks <= kTableEntries;
   return launch;
 }
 

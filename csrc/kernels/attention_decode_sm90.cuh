@@ -118,6 +118,7 @@ struct Shared {
   union {
     std::int32_t tables[kTableEntries];
     alignas(16) std::uint16_t fresh[2][kTableEntries];  // a fresh key and its value
+    std::int32_t lengths[kMaxSequences];  // that items are planned for (plans_ahead)
   };
   int first_items[kMaxSequences + 1];  // of each sequence
   alignas(16) std::uint16_t weights[2][Tile::kRows][Tile::kWeightPitch];  // of every other tile
@@ -163,6 +164,7 @@ struct Launch {
   int row_pairs;            // ... and pairs of rows: the shape of the workspace
   bool copies_tables;
   bool guesses;  // what the first tiles will be
+  bool plans_ahead;  // one query a sequence: items are planned for lengths that may yet change
 };
 
 /// Where row `row` of a sequence and KV head lies.
