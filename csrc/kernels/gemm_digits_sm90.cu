@@ -6,6 +6,7 @@
 #include "device/properties.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/tensor_copy.cuh"
+#include "device/ptx/warpgroup.cuh"
 #include "kernels/gemm_launch.cuh"
 
 namespace ridgeline::gemm_detail {
@@ -41,26 +42,32 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, kTiles == 1 ? 
 
   ptx::launch_dependents();
   if (threadIdx.x == 0) barriers.sums.init();
+  FirstRequests<Requests> first{requests, kStages, ring, params.stage_bytes, barriers.full[warp]};
   if (lane == 0 && warp < kWarps) {
 #pragma unroll
     for (int i = 0; i < kStages; ++i) ptx::mbarrier_init(&barriers.full[warp][i], 1);
     ptx::prefetch_tensor_map(&params.scales);
     if (p.weight.zeros) ptx::prefetch_tensor_map(&params.zeros);
     ptx::fence_mbarrier_init();
-    if (!p.weights_ready) ptx::wait_for_dependencies();
-#pragma unroll
-    for (int i = 0; i < kStages; ++i)
-      requests.next(ring + i * params.stage_bytes, &barriers.full[warp][i]);
   }
-  if (threadIdx.x == kWarps * 32) prefetch_norm(p);
+  __syncthreads();  // the barriers are made
+  if (warp >= kWarps) {
+    if (warp == kWarps && !p.weights_ready) prefetch_x(p, lane, 32);
+    if (threadIdx.x == kWarps * 32) prefetch_norm(p);
+    ptx::wait_for_dependencies();
+    return finish_strips<T>(p, params.order, barriers.sums, sums_at, barriers.squares, nullptr);
+  }
+  if (lane == 0) first.begin(p.weights_ready);
   barriers.squares.clear(warp, lane);
   ptx::wait_for_dependencies();
-  bool finite = true;
-  if (warp < kWarps) finite = stage_x<T, kSpan>(params, warp, x, spans, barriers.squares);
-  __syncthreads();  // the barriers are made, and x is whole
-
-  if (warp >= kWarps)
-    return finish_strips<T>(p, params.order, barriers.sums, sums_at, barriers.squares, nullptr);
+  const auto request = [&] { if (lane == 0) first.finish(); };
+  const bool finite = stage_x<T, kSpan>(params, warp, x, spans, barriers.squares, request);
+  request();  // a warp that stages nothing
+  if (params.chunks % kWarps == 0) {
+    __syncwarp();  // of x a warp meets what it staged itself
+  } else {
+    ptx::named_barrier_sync(1, kThreads);  // x is whole
+  }
 
   const XOfLane<kTiles> x_lane(x, spans, rows, lane);
   const int strips = params.order.strips(blockIdx.x);

@@ -40,32 +40,38 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, 2)
 
   ptx::launch_dependents();
   if (threadIdx.x == 0) shared.sums.init();
+  FirstRequests<Requests<kFormat>> weight_first{requests, params.stages, ring, kChunkBytes,
+                                                shared.full[warp]};
   if (lane == 0 && warp < kWarps) {
     for (int i = 0; i < params.stages; ++i) ptx::mbarrier_init(&shared.full[warp][i], 1);
     ptx::prefetch_tensor_map(&params.weight);
     ptx::fence_mbarrier_init();
-    if (!p.weights_ready) ptx::wait_for_dependencies();
-    for (int i = 0; i < params.stages; ++i)
-      requests.next(ring + i * kChunkBytes, &shared.full[warp][i]);
   }
-  if (threadIdx.x == kWarps * 32) prefetch_norm(p);
+  __syncthreads();  // the barriers are made
+  if (warp >= kWarps) {
+    if (warp == kWarps && !p.weights_ready) prefetch_x(p, lane, 32);
+    if (threadIdx.x == kWarps * 32) prefetch_norm(p);
+    ptx::wait_for_dependencies();
+    return finish_strips<T>(p, params.order, shared.sums, sums_at, shared.squares,
+                            &shared.codes.scale);
+  }
+  if (lane == 0) weight_first.begin(p.weights_ready);
   shared.squares.clear(warp, lane);
   const bool makes_codes = kFp8X && p.x.to_codes;
   EarlyNorm<T> norm;
-  if (makes_codes && warp < kWarps) norm.load(p);
+  if (makes_codes) norm.load(p);
   ptx::wait_for_dependencies();
-  if (warp < kWarps) {
-    if (makes_codes) {
-      stage_codes<T, kFormat>(x, shared.squares, shared.codes, params, norm);
-    } else {
-      stage_x<T, E, kFormat, kFp8X>(x, units, shared.squares, params);
-    }
+  const auto request = [&] { if (lane == 0) weight_first.finish(); };
+  if constexpr (kFp8X)
+    if (makes_codes)
+      stage_codes<T, kFormat>(x, shared.squares, shared.codes, params, norm, request);
+  if (!makes_codes) stage_x<T, E, kFormat, kFp8X>(x, units, shared.squares, params, request);
+  request();  // a warp that stages nothing
+  if (params.chunks % kWarps == 0) {
+    __syncwarp();  // of x a warp meets what it staged itself
+  } else {
+    ptx::named_barrier_sync(1, kThreads);  // x is whole
   }
-  __syncthreads();  // x is whole, the barriers are made
-
-  if (warp >= kWarps)
-    return finish_strips<T>(p, params.order, shared.sums, sums_at, shared.squares,
-                            &shared.codes.scale);
 
   // For ldmatrix the row of x that a thread addresses, for fp8 its own columns of a row. Rows past
   // the last repeat it; their sums are not kept.
@@ -95,19 +101,19 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, 2)
         for (int i = 0; i < 2; ++i)
           of_x[i] = units[chunk * rows + min(lane % 4 * 2 + i, rows - 1)];
       ptx::mbarrier_wait(&shared.full[warp][stage], parity);
+      if constexpr (kFp8) {
+        Sums<E> parts[kBoxes];
+        multiply_fp8<E>(weight, x_lane, chunk * kChunkCols<kFormat> * 2, parts, lane);
 #pragma unroll
-      for (int box = 0; box < kBoxes; ++box) {
-        const char* weight_box = weight + box * kBoxBytes;
-        const int at = (chunk * kBoxes + box) * kBoxCols<kFormat> * 2;
-        if constexpr (kFp8) {
-          Sums<E> part;
-          multiply_fp8<E>(weight_box, x_lane, at, part, lane);
+        for (int box = 0; box < kBoxes; ++box)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            sums[i] += scales[box] * (kUnits<T, E, kFp8X> ? of_x[i % 2] : 1.0f) * part.get(i);
-        } else {
-          multiply_dense<E>(weight_box, x_lane, at, whole, lane);
-        }
+            sums[i] += scales[box] * (kUnits<T, E, kFp8X> ? of_x[i % 2] : 1.0f) * parts[box].get(i);
+      } else {
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box)
+          multiply_dense<E>(weight + box * kBoxBytes, x_lane,
+                            (chunk * kBoxes + box) * kBoxCols<kFormat> * 2, whole, lane);
       }
       __syncwarp();  // every lane has read the stage
       if (lane == 0) requests.next(ring + stage * kChunkBytes, &shared.full[warp][stage]);

@@ -27,6 +27,23 @@ __device__ __forceinline__ void copy_bulk(void* target, const void* source, int 
       : "memory");
 }
 
+/// Asks L2 for consecutive bytes; nothing waits for them. Address and size are multiples of 16.
+__device__ __forceinline__ void prefetch_bulk(const void* source, int bytes, std::uint64_t policy) {
+  asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(source),
+               "r"(bytes), "l"(policy)
+               : "memory");
+}
+
+/// The same of the box of `map` at (column, row).
+__device__ __forceinline__ void prefetch_matrix(const CUtensorMap* map, int column, int row,
+                                                std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.2d.L2.global.tile.L2::cache_hint [%0, {%1, %2}], %3;" ::"l"(
+          map),
+      "r"(column), "r"(row), "l"(policy)
+      : "memory");
+}
+
 /// Copies the box of `map` at (column, row), the same way.
 __device__ __forceinline__ void copy_matrix(void* target, const CUtensorMap* map,
                                             std::uint64_t* barrier, int column, int row,

@@ -12,4 +12,10 @@ __device__ __forceinline__ void prefetch_l2(const void* data, std::uint32_t byte
 #endif
 }
 
+/// Asks for the line of 128 bytes at `data`, of any address.
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-prefetch-prefetchu
+__device__ __forceinline__ void prefetch_line(const void* data) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(data) : "memory");
+}
+
 }  // namespace ridgeline::ptx
