@@ -109,6 +109,43 @@ __device__ __forceinline__ std::uint32_t expand_int4(std::uint32_t word, int i, 
   return as_bits(__hmul2(as_pair<T>(expand_int4<T>(word, i, zero)), scale));
 }
 
+/// Int4 as bfloat16 without shifts or a base: below 256 the bits of a bfloat16 are an integer in
+/// units of 2^-133, subnormals and first normals alike, so a nibble masked where it lies in the low
+/// byte of its half is a number. Weights come times 2^-32, which keeps factors in range: of scales
+/// below 2^27, and weights above 2^-94. 9 instructions for 8 weights, where shifts, a base, its
+/// difference and a product are 15; with zero points 13.
+constexpr float kInt4InPlaceUnit = 4294967296.0f;  // what they leave to multiply by
+
+/// What becomes of one scale and zero point, kHigh: for nibbles in the high half of a byte.
+template <bool kHigh>
+struct Int4InPlace {
+  using T = __nv_bfloat16;
+  static constexpr std::uint32_t kMask = kHigh ? 0x00f000f0u : 0x000f000fu;
+
+  /// A scale in nibbles' units: times 2^(133 - 32), or a 16th of that.
+  __device__ __forceinline__ static Pair<T> factor(T scale) {
+    return __hmul2(Pair<T>{scale, scale}, as_pair<T>(kHigh ? 0x70007000u : 0x72007200u));
+  }
+  /// -8 scales, exactly: what symmetric weights add to their product.
+  __device__ __forceinline__ static Pair<T> offset(T scale) {
+    return __hmul2(Pair<T>{scale, scale}, as_pair<T>(0xb100b100u));  // -8 / 2^32
+  }
+  __device__ __forceinline__ static Pair<T> zero(std::uint32_t zero) {
+    return as_pair<T>(zero * (kHigh ? 0x00100010u : 0x00010001u));
+  }
+
+  /// Nibbles of `word`, (q - 8) * scale: one rounding.
+  __device__ __forceinline__ static std::uint32_t expand(std::uint32_t word, Pair<T> factor,
+                                                         Pair<T> offset) {
+    return as_bits(__hfma2(as_pair<T>(word & kMask), factor, offset));
+  }
+  /// (q - zero) * scale: exact difference, one rounding.
+  __device__ __forceinline__ static std::uint32_t expand_from(std::uint32_t word, Pair<T> factor,
+                                                              Pair<T> zero) {
+    return as_bits(__hmul2(__hsub2(as_pair<T>(word & kMask), zero), factor));
+  }
+};
+
 /// The even nibbles of `word` as bytes and the odd ones as bytes times 16: in an int4 block four
 /// columns of row g and the same of row g + 8.
 __device__ __forceinline__ void split_int4(std::uint32_t word, std::uint32_t& even,

@@ -30,7 +30,7 @@ constexpr int kInFlight = 2;  // steps that are multiplied while others are expa
 
 /// The weights of four steps are in registers: those that are multiplied, those that come next, and
 /// those that are expanded.
-template <class Tile>
+template <class Tile, bool kZeros>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
                                               Ring<Tile::kStages>& ring, Sums<Tile>& sums,
                                               const Work& work, const Consumer& me) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
   const auto release = [&](int stage) {
     if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
   };
-  Weights<Tile> weights{.shared = shared, .launch = launch, .me = me};
+  Weights<Tile, kZeros> weights{.shared = shared, .launch = launch, .me = me};
   Fragments<Tile> fragments[kSteps];
   weights.start(work);
   ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
@@ -198,8 +198,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       Sums<Tile> sums;
       if constexpr (Tile::kFp8X) {
         multiply_fp8_tile<Tile>(shared, ring, sums, work, me);
+      } else if (Tile::kInt4 && launch.gemm.weight.zeros) {
+        multiply_tile<Tile, Tile::kInt4>(launch, shared, ring, sums, work, me);
       } else {
-        multiply_tile<Tile>(launch, shared, ring, sums, work, me);
+        multiply_tile<Tile, false>(launch, shared, ring, sums, work, me);
       }
       // The epilogue's addresses are not kept in registers while the tensor cores work.
       const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)));

@@ -30,6 +30,8 @@ struct Tile {
   static constexpr int kDepth = kFp8X ? 128 : 64;  // columns of K a stage
   static constexpr bool kInt4 = kFormat_ == WeightFormat::kInt4;
   static constexpr bool kBlocks = kBlocks_;
+  static constexpr bool kInPlace = kInt4 && !kFp8X && std::is_same_v<T, __nv_bfloat16>;
+  static constexpr float kUnit = kInPlace ? device::kInt4InPlaceUnit : 1.0f;  // of sums
   static constexpr bool kSplit = kSplit_;
   static constexpr int kBands = kBands_;
   static constexpr int kRows = kRows_;                      // of x: wgmma's columns
@@ -185,22 +187,24 @@ struct Fragments {
   std::uint32_t a[Tile::kBands][4];
 };
 
-/// What a warp holds of a stage while it expands it.
-template <class Tile>
+/// What a warp holds of a stage while it expands it. kZeros: int4 has zero points.
+template <class Tile, bool kZeros>
 struct Weights {
   using T = typename Tile::T;
+  using Low = device::Int4InPlace<false>;  // the nibbles of rows 0 to 7 of a warp's 16
+  using High = device::Int4InPlace<true>;  // of rows 8 to 15
 
   const Shared<Tile>& shared;
   const Launch& launch;
   Consumer me;
   std::uint32_t words[Tile::kBands][kSteps];                      // int4
-  device::Pair<T> scale[Tile::kBands][2], zero[Tile::kBands][2];  // int4
+  device::Pair<T> scale[Tile::kBands][2];  // int4
+  device::Pair<T> zero[Tile::kBands][2];   // int4: zero points; in place, without them, -8 scales
   const float* blocks[Tile::kBands];                              // fp8: scales of 128 columns each
   float block_scale[Tile::kBands];
-  // int4: whether there are zero points, and where the lane's words, scales and zero points lie in
-  // a stage. Instructions beside products slow those down: where places were made anew each stage,
-  // 128 and 256 rows of 14336 x 4096 took 35.7 and 51.5 us, so 34.7 and 49.5 (H200).
-  bool has_zeros;
+  // int4: where the lane's words, scales and zero points lie in a stage. Instructions beside
+  // products slow those down: with places made anew each stage, 128 and 256 rows of 14336 x 4096
+  // took 35.7 and 51.5 us, so 34.7 and 49.5 (H200).
   int words_at[Tile::kBands], scales_at[Tile::kBands], zeros_at[Tile::kBands];
 
   __device__ __forceinline__ int row() const {
@@ -214,20 +218,23 @@ struct Weights {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const T value = scales.of[group][0][scales_at[band] + 8 * r];
-        scale[band][r] = device::Pair<T>{value, value};
+        std::uint32_t zero_point = Int4Layout::kSymmetricZero;
+        if (kZeros) zero_point = scales.zeros[group][0][zeros_at[band] + 8 * r];
+        if constexpr (Tile::kInPlace) {
+          scale[band][r] = r == 0 ? Low::factor(value) : High::factor(value);
+          zero[band][r] = !kZeros ? Low::offset(value)
+                          : r == 0 ? Low::zero(zero_point)
+                                   : High::zero(zero_point);
+        } else {
+          scale[band][r] = device::Pair<T>{value, value};
+          zero[band][r] = device::int4_zero<T>(zero_point);
+        }
       }
-    if (!has_zeros) return;
-#pragma unroll
-    for (int band = 0; band < Tile::kBands; ++band)
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        zero[band][r] = device::int4_zero<T>(scales.zeros[group][0][zeros_at[band] + 8 * r]);
   }
 
   __device__ __forceinline__ void start(const Work& work) {
     const GemmParams& p = launch.gemm;
     if constexpr (Tile::kInt4) {
-      has_zeros = p.weight.zeros != nullptr;
 #pragma unroll
       for (int band = 0; band < Tile::kBands; ++band) {
         const int half = half_of<Tile>(me.warpgroup, band), block = row() / Int4Layout::kRows;
@@ -235,7 +242,6 @@ struct Weights {
                                      block * Int4Layout::kWords * 4 + me.lane * 16);
         scales_at[band] = ptx::opaque(half * Tile::kBoxCols + row());
         zeros_at[band] = ptx::opaque(half * round_up(Tile::kBoxCols, 128) + row());
-        for (auto& value : zero[band]) value = device::int4_zero<T>(Int4Layout::kSymmetricZero);
       }
     }
 #pragma unroll
@@ -272,7 +278,14 @@ struct Weights {
     for (int band = 0; band < Tile::kBands; ++band)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (Tile::kInt4) {
+        if constexpr (Tile::kInPlace) {
+          const std::uint32_t word = words[band][step] >> i / 2 * 8;
+          const auto factor = scale[band][i % 2], other = zero[band][i % 2];
+          to.a[band][i] = i % 2 == 0 ? (kZeros ? Low::expand_from(word, factor, other)
+                                               : Low::expand(word, factor, other))
+                                     : (kZeros ? High::expand_from(word, factor, other)
+                                               : High::expand(word, factor, other));
+        } else if constexpr (Tile::kInt4) {
           to.a[band][i] = device::expand_int4<T>(words[band][step], i, zero[band][i % 2],
                                                  scale[band][i % 2]);
         } else {

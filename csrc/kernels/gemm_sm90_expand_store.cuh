@@ -21,7 +21,7 @@ struct RowFactors {
       for (int r = 0; r < 2; ++r) {
         const int n = weight_row<Tile>(launch, tile, half_of<Tile>(me.warpgroup, band)) +
                       first_in_half<Tile>(me.warpgroup) + me.warp * 16 + me.quad + 8 * r;
-        scale[band][r] = 1.0f;
+        scale[band][r] = Tile::kUnit;
         bias[band][r] = 0.0f;
         if (n >= p.N) continue;
         if (!Tile::kInt4 && p.weight.scale_layout != ScaleLayout::kBlock)
@@ -99,7 +99,7 @@ __device__ __forceinline__ void put_rows(Chunk& chunk, const Sums<Tile>& sums, i
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           *chunk.at(to + i * 8 + me.in_quad * 2 + j % 2, me.warp * 16 + me.quad + j / 2 * 8) =
-              sums[b][c * kCount / 8 + i][j];
+              sums[b][c * kCount / 8 + i][j] * Tile::kUnit;
     }
 }
 
