@@ -1,11 +1,85 @@
-"""Products of many rows by weights of 4 or 8 bits on Hopper."""
+"""Products of many rows by weights of 4 or 8 bits on Hopper: who multiplies a tile, and bits."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 
 from ridgeline import ops
+
+# M, N, K, and who multiplies a tile: one block, several a segment of K, or another its tail.
+SHARED = [
+    (128, 4096, 2048, "segments"),  # four of them
+    (192, 4096, 2048, "segments"),  # tiles of 192 rows
+    (128, 8192, 2048, "segments"),  # two
+    (500, 4096, 14336, "segments"),  # two, tiles of 256 rows
+    (250, 6144, 4096, "tail"),
+    (384, 6144, 4096, "tail"),  # tiles of 192 rows
+]
+
+
+def plan(M: int, N: int, K: int, format: str = "int4") -> dict[str, int]:
+    text = torch.ops.ridgeline.gemm_plan(
+        M, N, K, "bfloat16", format, "none", True, False, True, False, False
+    )
+    path, *fields = text.split()
+    assert path == "expand"
+    return {name: int(value) for name, value in (field.split("=") for field in fields)}
+
+
+def who(chosen: dict[str, int]) -> str:
+    return "tail" if chosen["tail"] else "segments" if chosen["segments"] > 1 else "whole"
+
+
+@pytest.mark.parametrize(("M", "N", "K", "expected"), [*SHARED, (4096, 4096, 4096, "whole")])
+def test_who_multiplies_a_tile(M: int, N: int, K: int, expected: str) -> None:
+    assert who(plan(M, N, K)) == expected
+
+
+def test_blocks_that_wait_for_each_other_run_at_once() -> None:
+    """Blocks of a tile's segments, and those of tails, have an SM each."""
+    for M in range(65, 1025, 31):
+        for N in range(1024, 16384, 1024):
+            for format in ("int4", "fp8"):
+                chosen = plan(M, N, 4096, format)
+                tiles = -(-M // chosen["tile_rows"]) * -(-N // chosen["tile_cols"])
+                if chosen["segments"] > 1:
+                    assert tiles * chosen["segments"] <= 132
+                if chosen["tail"]:
+                    assert tiles + -(-tiles // 3) <= 132
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("zero_point", [False, True], ids=["symmetric", "zeros"])
+@pytest.mark.parametrize(("M", "N", "K", "expected"), SHARED)
+def test_shared_tiles(M: int, N: int, K: int, expected: str, zero_point: bool, gated: bool) -> None:
+    """The sums of several blocks, in a launch that a graph runs again, over any workspace."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    weight = ops.pack_int4(normal(N, K) * K**-0.5, 128, zero_point)
+    bias, x = normal(N), normal(M, K)
+    residual = normal(M, N // 2)
+    options: dict[str, Any] = {"activation": "silu_mul", "residual": residual} if gated else {}
+    wanted = F.linear(x.float(), weight.dequantize().float(), bias.float())
+    if gated:
+        gate, up = wanted.chunk(2, -1)
+        wanted = F.silu(gate) * up + residual.float()
+    first = ops.int4_linear(x, weight, bias, **options)
+    torch.testing.assert_close(first.float(), wanted, rtol=1.6e-2, atol=1e-2)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.int4_linear(x, weight, bias, **options)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, first)
 
 
 @pytest.mark.gpu

@@ -241,7 +241,7 @@ void gemm(const GemmParams& params, Stream stream) {
       break;
     case Path::kExpand:
     case Path::kExpandToFp8:
-      return gemm_detail::launch_expand(p, plan.config, stream);
+      return gemm_detail::launch_expand(p, plan.config, partials, stream);
     case Path::kFp8:
       return gemm_detail::launch_fp8(p, plan.config, stream);
     case Path::kSimple:

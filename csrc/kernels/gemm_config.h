@@ -4,6 +4,7 @@
 
 #include "common/math.h"
 #include "kernels/gemm_shape.h"
+#include "kernels/gemm_tiles_config.h"
 
 /// Which kernel multiplies, and how K and the grid are cut: pure functions of the shape.
 namespace ridgeline::gemm_config {
@@ -86,11 +87,7 @@ constexpr bool is_for_hopper_tiles(const Shape& shape) {
          shape.weight_aligned && shape.whole_vectors && can_fuse(shape);
 }
 
-/// Clusters of 1 to 8 blocks, each with an SM of its own, that an H200 runs at once: a cluster
-/// stays in one of the parts that SMs come in, of 16 or 18.
-constexpr std::int32_t kClusters[kMaxSegments] = {132, 66, 39, 30, 22, 17, 15, 15};
-
-/// The same of blocks that share an SM by two.
+/// kClusters of blocks that share an SM by two.
 constexpr std::int32_t kSmallClusters[kMaxSegments] = {264, 132, 79, 62, 47, 39, 32, 30};
 
 /// Blocks of the cluster kernel that an SM has at once, or in turn, where each of `tiles` is a
@@ -131,62 +128,6 @@ constexpr void cut_for_cluster(const Shape& shape, Config& config) {
       config.tile_cols = rows;
       config.segments = segments;
     }
-  }
-}
-
-/// The stages of K of segment `index`, of `segments` that share out `steps`.
-struct Stages {
-  std::int32_t begin, count;
-};
-constexpr Stages stages_of(std::int32_t steps, std::int32_t segments, std::int32_t index) {
-  const std::int32_t begin = steps * index / segments;
-  return {begin, steps * (index + 1) / segments - begin};
-}
-
-/// A tile of Hopper's kernels for many rows and what it takes, in microseconds on an H200: `step`
-/// for each stage of K (128 columns of an x of 8 bits, else 64), `ends` to start and end, `add` to
-/// add up the sums of a cluster.
-struct TileTime {
-  std::int32_t rows, cols;
-  double step, ends, add;
-};
-constexpr TileTime kFp8Tiles[] = {{128, 256, 0.66, 4.0, 0.0}, {128, 128, 0.34, 3.0, 6.0}};
-constexpr TileTime kExpandToFp8Tiles[] = {{128, 128, 0.60, 5.0, 3.0}};
-constexpr TileTime kExpandTiles[] = {
-    {256, 128, 0.57, 3.8, 0.0}, {128, 256, 0.71, 3.5, 0.0}, {128, 128, 0.375, 3.3, 4.0}};
-
-constexpr double time_of(const Shape& shape, const TileTime& tile, std::int32_t steps,
-                         std::int32_t segments) {
-  const std::int64_t tiles =
-      ceil_div<std::int64_t>(shape.M, tile.rows) * ceil_div(shape.N, tile.cols);
-  const auto waves = static_cast<double>(ceil_div<std::int64_t>(tiles, kClusters[segments - 1]));
-  return waves *
-         (tile.step * ceil_div(steps, segments) + tile.ends + (segments > 1 ? tile.add : 0.0));
-}
-
-/// The tile and segments of K that take least. K is cut under the smallest tile only, of which a
-/// cluster has the fewest sums to add.
-constexpr void cut_for_tiles(const Shape& shape, Config& config) {
-  const bool expands = config.path == Path::kExpand;
-  const std::int32_t steps = ceil_div(shape.K, expands ? kBlockCols : 2 * kBlockCols);
-  double best = 0.0;
-  const auto consider = [&](const TileTime& tile) {
-    const std::int32_t most = tile.add == 0.0 ? 1 : std::min(steps, kMaxSegments);
-    for (std::int32_t segments = 1; segments <= most; ++segments) {
-      const double time = time_of(shape, tile, steps, segments);
-      if (best != 0.0 && time >= best) continue;
-      best = time;
-      config.tile_rows = tile.rows;
-      config.tile_cols = tile.cols;
-      config.segments = segments;
-    }
-  };
-  if (expands) {
-    for (const TileTime& tile : kExpandTiles) consider(tile);
-  } else if (config.path == Path::kExpandToFp8) {
-    for (const TileTime& tile : kExpandToFp8Tiles) consider(tile);
-  } else {
-    for (const TileTime& tile : kFp8Tiles) consider(tile);
   }
 }
 
@@ -295,8 +236,9 @@ constexpr Config choose(const Shape& shape) {
       config.path = Path::kCluster;
     }
   }
-  const bool tiles = config.path == Path::kExpand || config.path == Path::kExpandToFp8;
-  if (tiles || config.path == Path::kFp8) cut_for_tiles(shape, config);
+  if (config.path == Path::kExpand || config.path == Path::kExpandToFp8)
+    cut_for_expand(shape, config);
+  if (config.path == Path::kFp8) cut_for_fp8(shape, config);
   if (config.path == Path::kTile) {
     config.tile_rows = shape.M <= 64 ? 64 : 128;
     const std::int64_t tiles =
@@ -310,8 +252,10 @@ constexpr Config choose(const Shape& shape) {
   return config;
 }
 
-/// Bytes of the float32 sums that a second kernel finishes.
+/// Bytes of the float32 sums that a second kernel, or another block, finishes.
 constexpr std::size_t partial_bytes(const Shape& shape, const Config& config) {
+  if (config.path == Path::kExpand || config.path == Path::kExpandToFp8)
+    return shared_bytes(shape, config);
   if (config.fused || config.path == Path::kLibrary) return 0;
   return static_cast<std::size_t>(config.split ? config.segments : 1) * shape.M * shape.N *
          sizeof(float);

@@ -15,7 +15,8 @@ inline std::string to_text(const Config& config) {
          " split=" + std::to_string(config.split) +
          " tile_rows=" + std::to_string(config.tile_rows) +
          " tile_cols=" + std::to_string(config.tile_cols) +
-         " fused=" + std::to_string(config.fused);
+         " fused=" + std::to_string(config.fused) +
+         " tail=" + std::to_string(config.tail);
 }
 
 }  // namespace ridgeline::gemm_config

@@ -27,8 +27,10 @@ void launch_digits(const GemmParams& params, Stream stream);
 void launch_cluster(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
 /// Hopper's kernels for many rows. Expand: x of the output's dtype, or e4m3 as launch_reorder
-/// leaves it; fp8: x and weight e4m3, or int8.
-void launch_expand(const GemmParams& params, const gemm_config::Config& config, Stream stream);
+/// leaves it, `shared` gemm_config::shared_bytes() of any contents; fp8: x and weight e4m3, or
+/// int8.
+void launch_expand(const GemmParams& params, const gemm_config::Config& config, void* shared,
+                   Stream stream);
 void launch_fp8(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
 /// Hopper, 16 bits: GELU, its tanh form or gated SiLU, and no residual. Operands are aligned to 16

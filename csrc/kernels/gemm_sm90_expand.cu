@@ -2,10 +2,12 @@
 
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
+#include "device/ticket.h"
 #include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_registers.cuh"
 #include "kernels/gemm_launch.cuh"
 #include "kernels/gemm_sm90_expand_store.cuh"
+#include "kernels/gemm_sm90_expand_weights.cuh"
 
 namespace ridgeline::gemm_detail {
 namespace {
@@ -152,11 +154,11 @@ __device__ __forceinline__ void multiply_fp8_tile(Shared<Tile>& shared, Ring<Til
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// 16-bit x times a weight of 4 or 8 bits, or e4m3 x times one of 4, on Hopper. Grid: as many
-/// blocks as SMs; where tiles are fewer, a cluster of blocks for each, which share its columns of
-/// K. A block owns a tile of kRows rows of x by 128 or 256 weight rows at a time; threads of
-/// several warps bring 64 columns of K a stage (128 of e4m3) by the copy engine. The weight is
-/// wgmma's first operand: two warpgroups expand it into registers and multiply by the rows of x in
-/// shared memory, accumulating in float32.
+/// blocks as SMs, or a few less where tiles are few: two or four blocks then take segments of a
+/// tile's columns of K, or some the tails of others' tiles. A block owns kRows rows of x by 128 or
+/// 256 weight rows at a time; threads of several warps bring 64 columns of K a stage (128 of e4m3)
+/// by the copy engine. The weight is wgmma's first operand: two warpgroups expand it into registers
+/// and multiply by the rows of x in shared memory, accumulating in float32.
 /// Roofline: 2 M N K flops on the tensor cores of x's width.
 template <class Tile>
 __global__ void __launch_bounds__(kThreads, 1)
@@ -179,22 +181,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int warp = device::warp_index();
     if (threadIdx.x % device::kWarpSize == 0 && warp < kProducers<Tile>)
       produce<Tile>(launch, shared, warp);
-    if (Tile::kSplit) {  // as the consumers do
-      ptx::cluster_arrive();
-      ptx::cluster_wait();
-      ptx::cluster_arrive();
-    }
   } else {
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_dependencies();
     const Consumer me(static_cast<int>(threadIdx.x));
     Ring<Tile::kStages> ring;
-    const bool plain =
-        is_plain(launch.gemm) && (Tile::kFp8X || !launch.gemm.x.scale) && !Tile::kSplit;
+    const bool plain = is_plain(launch.gemm) && (Tile::kFp8X || !launch.gemm.x.scale);
+    const bool cut = Tile::kCuts && (!Tile::kWhole || launch.segments > 1);
     for_each_work<Tile>(launch, [&](const Work& work) {
       RowFactors<Tile> factors;
-      if (plain) factors.load(launch, work.place.n, me);
-      if constexpr (Tile::kSplit) bring_columns<Tile>(launch, shared, work, me);
+      if (cut) {
+        bring_columns<Tile>(launch, shared, work, me);
+      } else if (plain) {
+        factors.load(launch, work.place.n, me);
+      }
       Sums<Tile> sums;
       if constexpr (Tile::kFp8X) {
         multiply_fp8_tile<Tile>(shared, ring, sums, work, me);
@@ -204,13 +204,28 @@ __global__ void __launch_bounds__(kThreads, 1)
         multiply_tile<Tile, false>(launch, shared, ring, sums, work, me);
       }
       // The epilogue's addresses are not kept in registers while the tensor cores work.
-      const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)));
-      if constexpr (Tile::kSplit) {
-        store_split<Tile>(launch, shared, sums, static_cast<int>(threadIdx.x));
-      } else if (plain) {
-        store_plain<Tile>(launch, shared, work.place, sums, factors, here);
-      } else {
-        store_chunks<Tile>(launch, shared, work, sums, static_cast<int>(threadIdx.x));
+      const int thread = static_cast<int>(threadIdx.x);
+      const Consumer here(ptx::opaque(thread));
+      if constexpr (Tile::kCuts) {
+        if (cut) {
+          if (launch.segments == 2) {
+            exchange<Tile, 2>(launch, work, sums, here);
+          } else {
+            exchange<Tile, 4>(launch, work, sums, here);
+          }
+          return store_share<Tile>(launch, shared, sums, thread);
+        }
+      }
+      if constexpr (Tile::kShares) {
+        if (work.first_step > 0) return leave_part<Tile>(launch, work.segment, sums, here);
+        if (work.steps < launch.steps) add_part<Tile>(launch, work.segment, sums, here);
+      }
+      if constexpr (Tile::kWhole) {
+        if (plain) {
+          store_plain<Tile>(launch, shared, work.place, sums, factors, here);
+        } else {
+          store_chunks<Tile>(launch, shared, work, sums, thread);
+        }
       }
     });
     if (me.thread == 0) ptx::wait_stores_read<0>();  // shared memory lives until then
@@ -221,14 +236,15 @@ __global__ void __launch_bounds__(kThreads, 1)
 // ---- Launch -------------------------------------------------------------------------------------
 
 template <class Tile>
-void launch_tiles(const GemmParams& p, int segments, Stream stream) {
+void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* parts,
+                  Stream stream) {
   const int out_cols = p.out_cols();
   constexpr int kDepth = Tile::kDepth;
-  Launch launch{.gemm = p, .segments = segments, .steps = ceil_div(p.K, kDepth)};
+  Launch launch{.gemm = p, .segments = config.segments, .steps = ceil_div(p.K, kDepth)};
   // Reordered columns lie anywhere among their sixteen.
   const int x_cols = Tile::kFp8X ? round_up(p.K, 16) : p.K;
-  launch.x = device::matrix_map({p.x.data, Tile::kFp8X ? 1 : 2, p.M, x_cols, p.x.stride_row},
-                                Tile::kRows, kDepth, true);
+  launch.x = device::RowTiles::of({p.x.data, Tile::kFp8X ? 1 : 2, p.M, x_cols, p.x.stride_row},
+                                  Tile::kRows, kDepth);
   if constexpr (Tile::kInt4) {
     const std::int64_t words = std::int64_t{ceil_div(p.K, Int4Layout::kCols)} * Int4Layout::kWords;
     launch.weight = device::matrix_map(
@@ -249,46 +265,57 @@ void launch_tiles(const GemmParams& p, int segments, Stream stream) {
   }
   launch.y = device::matrix_map({p.y, 2, p.M, out_cols, out_cols}, kChunk, kOutColumns, true);
   launch.tiles = {
-      .along_m =
-          checked_int32(ceil_div<std::int64_t>(p.M, Tile::kRows), "linear: row tiles"),
+      .along_m = launch.x.count,
       .along_n = is_gated(p.activation) ? ceil_div(out_cols, Tile::kBoxCols)
                                         : ceil_div(out_cols, 2 * Tile::kBoxCols),
       .together = kTogether};
-  const std::int64_t count = std::int64_t{launch.tiles.along_m} * launch.tiles.along_n;
-  const std::int64_t blocks =
-      Tile::kSplit ? count * segments : std::min<std::int64_t>(count, device::multiprocessors());
-  device::launch_chained<expand_kernel<Tile>>(dim3(checked_int32(blocks, "linear: blocks")),
-                                              dim3(kThreads), sizeof(Shared<Tile>), stream, launch,
-                                              "linear: expanded weights", segments);
+  const int count = checked_int32(std::int64_t{launch.tiles.along_m} * launch.tiles.along_n,
+                                  "linear: tiles");
+  launch.tail = config.tail;
+  launch.helpers = config.tail > 0 ? static_cast<int>(gemm_config::tail_blocks(count)) : 0;
+  launch.parts = {.sums = reinterpret_cast<float4*>(static_cast<char*>(parts) +
+                                                    gemm_config::kSignBytes),
+                  .signs = static_cast<unsigned long long*>(parts),
+                  .ticket = device::new_ticket()};
+  int blocks = std::min(count, device::multiprocessors());
+  if (config.tail > 0) blocks = count + launch.helpers;
+  if (config.segments > 1) blocks = count * config.segments;
+  device::launch_chained<expand_kernel<Tile>>(dim3(blocks), dim3(kThreads), sizeof(Shared<Tile>),
+                                              stream, launch, "linear: expanded weights");
 }
 
 template <class T, WeightFormat kFormat, bool kBlocks>
-void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void* parts,
+                    Stream stream) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // fewer kernels for float16
+    if (config.tile_rows == 256 && config.segments > 1)
+      return launch_tiles<Tile<T, kFormat, kBlocks, 256, 1, true>>(p, config, parts, stream);
+    if constexpr (kFormat == WeightFormat::kInt4)
+      if (config.tile_rows == 192)
+        return launch_tiles<Tile<T, kFormat, kBlocks, 192, 1, true>>(p, config, parts, stream);
+  }
   if (config.tile_rows == 256)
-    return launch_tiles<Tile<T, kFormat, kBlocks, 256, 1, false>>(p, 1, stream);
+    return launch_tiles<Tile<T, kFormat, kBlocks, 256, 1, false>>(p, config, parts, stream);
   if (config.tile_cols == 256)
-    return launch_tiles<Tile<T, kFormat, kBlocks, 128, 2, false>>(p, 1, stream);
-  if (config.segments == 1)
-    return launch_tiles<Tile<T, kFormat, kBlocks, 128, 1, false>>(p, 1, stream);
-  launch_tiles<Tile<T, kFormat, kBlocks, 128, 1, true>>(p, config.segments, stream);
+    return launch_tiles<Tile<T, kFormat, kBlocks, 128, 2, false>>(p, config, parts, stream);
+  launch_tiles<Tile<T, kFormat, kBlocks, 128, 1, true>>(p, config, parts, stream);
 }
 
 }  // namespace
 
-void launch_expand(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+void launch_expand(const GemmParams& p, const gemm_config::Config& config, void* parts,
+                   Stream stream) {
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (p.weight.format == WeightFormat::kInt4 && p.x.dtype == DType::kFloat8E4M3) {
       constexpr auto kInt4 = WeightFormat::kInt4;
-      if (config.segments == 1)
-        return launch_tiles<Tile<T, kInt4, false, 128, 1, false, true>>(p, 1, stream);
-      launch_tiles<Tile<T, kInt4, false, 128, 1, true, true>>(p, config.segments, stream);
+      launch_tiles<Tile<T, kInt4, false, 128, 1, true, true>>(p, config, parts, stream);
     } else if (p.weight.format == WeightFormat::kInt4) {
-      launch_tile_of<T, WeightFormat::kInt4, false>(p, config, stream);
+      launch_tile_of<T, WeightFormat::kInt4, false>(p, config, parts, stream);
     } else if (p.weight.scale_layout == ScaleLayout::kBlock) {
-      launch_tile_of<T, WeightFormat::kFp8, true>(p, config, stream);
+      launch_tile_of<T, WeightFormat::kFp8, true>(p, config, parts, stream);
     } else {
-      launch_tile_of<T, WeightFormat::kFp8, false>(p, config, stream);
+      launch_tile_of<T, WeightFormat::kFp8, false>(p, config, parts, stream);
     }
   });
 }

@@ -1,11 +1,8 @@
 #pragma once
-#include "kernels/gemm_sm90_expand.cuh"
+#include "kernels/gemm_sm90_expand_parts.cuh"
 
 /// The way of the expanding kernel's sums, which lie with weight rows as rows, to y.
 namespace ridgeline::gemm_expand {
-
-template <class Tile>
-using Sums = float[Tile::kBands][Tile::kRows / 8][4];
 
 /// Scale and bias of this thread's weight rows.
 template <class Tile>
@@ -164,7 +161,7 @@ __device__ __forceinline__ void store_chunks(const Launch& launch, Shared<Tile>&
   }
 }
 
-/// Scale and bias of the tile's columns for store_split, one a thread.
+/// Scale and bias of the tile's columns for store_share, one a thread.
 template <class Tile>
 __device__ __forceinline__ void bring_columns(const Launch& launch, Shared<Tile>& shared,
                                               const Work& work, const Consumer& me) {
@@ -175,40 +172,38 @@ __device__ __forceinline__ void bring_columns(const Launch& launch, Shared<Tile>
                          c % Tile::kBoxCols);
 }
 
-/// The sums of all segments, of which each block of the cluster finishes some rows: one at a time,
-/// less code to read: H200, int4, 128 rows, 4096 x 4096, 15.9 us by twos and 15.6.
+/// The rows of x that this block of a tile's segments finishes: those whose sums exchange() made
+/// whole.
 template <class Tile>
-__device__ __forceinline__ void store_split(const Launch& launch, Shared<Tile>& shared,
+__device__ __forceinline__ void store_share(const Launch& launch, Shared<Tile>& shared,
                                             const Sums<Tile>& sums, int thread) {
   const Work work = segment_of(launch.tiles, launch.segments, launch.steps,
                                ptx::opaque(static_cast<int>(blockIdx.x)));
-  auto& split = shared.split();
-  Consumer::meet_all();  // nobody reads the stages any more
+  const int rows = Tile::kRows / launch.segments, first = work.segment * rows;
+  const Consumer me(ptx::opaque(thread));
 #pragma unroll 1
-  for (int c = 0; c < Tile::kChunks; ++c) {
-    const Consumer me(ptx::opaque(thread));
-    ChunkOf<Tile>(launch, work, c, me).put(split.chunks[c][me.warpgroup], sums, me);
-  }
-  ptx::cluster_arrive();
-  ptx::cluster_wait();  // the sums of every segment are in shared memory
-#pragma unroll 1
-  for (int c = 0; c < Tile::kChunks; ++c) {
-    const Consumer me(ptx::opaque(thread));
+  for (int c = first / kChunk; c * kChunk < first + rows; ++c) {
     ChunkOf<Tile> of(launch, work, c, me);
-    take_share(of.part, work, launch.segments);
-    const Column* first = shared.columns + half_of<Tile>(of.both ? 0 : me.warpgroup, of.band) *
-                                               Tile::kBoxCols +
-                          first_in_half<Tile>(me.warpgroup) + me.thread * kEach % kChunk;
+    me.meet_all();  // the columns are there, the chunk before is read
+    of.put(shared.chunks[me.warpgroup], sums, me);
+    me.meet_all();  // the chunk is whole
+    of.part.begin = max(first - c * kChunk, 0);
+    of.part.end = min(first + rows - c * kChunk, kChunk);
+    if (of.both) {
+      const int half = (of.part.end - of.part.begin) / 2;
+      of.part.begin += me.warpgroup * half;
+      of.part.end = of.part.begin + half;
+    }
+    const Column* columns_at = shared.columns + (of.both ? 0 : me.warpgroup) * Tile::kBoxCols +
+                               me.thread * kEach % kChunk;
     Columns columns;
-    columns.take(first, of.paired ? first + Tile::kBoxCols : first);
-    Chunk& chunk = split.chunks[c][of.both ? 0 : me.warpgroup];
-    finish_chunk<typename Tile::T, true, 1>(
+    columns.take(columns_at, of.paired ? columns_at + Tile::kBoxCols : columns_at);
+    Chunk& chunk = shared.chunks[of.both ? 0 : me.warpgroup];
+    finish_chunk<typename Tile::T, true>(
         launch.gemm,
-        [&](int row, int column) { return chunk.total(row, column, launch.segments); }, of.part,
-        columns, me.thread);
+        [&](int row, int column) { return device::load_vec<kEach>(chunk.at(row, column)); },
+        of.part, columns, me.thread);
   }
-  ptx::cluster_arrive();
-  ptx::cluster_wait();  // nobody reads this block's sums any more
 }
 
 }  // namespace ridgeline::gemm_expand

@@ -1,0 +1,127 @@
+#pragma once
+#include "kernels/gemm_sm90_expand.cuh"
+
+/// How a weight of 4 or 8 bits becomes an operand of the expanding kernel.
+namespace ridgeline::gemm_expand {
+
+/// The weights of 16 rows a warp of each band, 16 columns of K, as wgmma's A.
+template <class Tile>
+struct Fragments {
+  std::uint32_t a[Tile::kBands][4];
+};
+
+/// What a warp holds of a stage while it expands it. kZeros: int4 has zero points.
+template <class Tile, bool kZeros>
+struct Weights {
+  using T = typename Tile::T;
+  using Low = device::Int4InPlace<false>;  // the nibbles of rows 0 to 7 of a warp's 16
+  using High = device::Int4InPlace<true>;  // of rows 8 to 15
+
+  const Shared<Tile>& shared;
+  const Launch& launch;
+  Consumer me;
+  std::uint32_t words[Tile::kBands][kSteps];                      // int4
+  device::Pair<T> scale[Tile::kBands][2];  // int4
+  device::Pair<T> zero[Tile::kBands][2];   // int4: zero points; in place, without them, -8 scales
+  const float* blocks[Tile::kBands];                              // fp8: scales of 128 columns each
+  float block_scale[Tile::kBands];
+  // int4: where the lane's words, scales and zero points lie in a stage. Instructions beside
+  // products slow those down: with places made anew each stage, 128 and 256 rows of 14336 x 4096
+  // took 35.7 and 51.5 us, so 34.7 and 49.5 (H200).
+  int words_at[Tile::kBands], scales_at[Tile::kBands], zeros_at[Tile::kBands];
+
+  __device__ __forceinline__ int row() const {
+    return first_in_half<Tile>(me.warpgroup) + me.warp * 16 + me.quad;
+  }
+
+  __device__ __forceinline__ void load_scales(int stage, int group) {
+    const auto& scales = shared.scales[stage];
+#pragma unroll
+    for (int band = 0; band < Tile::kBands; ++band)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const T value = scales.of[group][0][scales_at[band] + 8 * r];
+        std::uint32_t zero_point = Int4Layout::kSymmetricZero;
+        if (kZeros) zero_point = scales.zeros[group][0][zeros_at[band] + 8 * r];
+        if constexpr (Tile::kInPlace) {
+          scale[band][r] = r == 0 ? Low::factor(value) : High::factor(value);
+          zero[band][r] = !kZeros ? Low::offset(value)
+                          : r == 0 ? Low::zero(zero_point)
+                                   : High::zero(zero_point);
+        } else {
+          scale[band][r] = device::Pair<T>{value, value};
+          zero[band][r] = device::int4_zero<T>(zero_point);
+        }
+      }
+  }
+
+  __device__ __forceinline__ void start(const Work& work) {
+    const GemmParams& p = launch.gemm;
+    if constexpr (Tile::kInt4) {
+#pragma unroll
+      for (int band = 0; band < Tile::kBands; ++band) {
+        const int half = half_of<Tile>(me.warpgroup, band), block = row() / Int4Layout::kRows;
+        words_at[band] = ptx::opaque(half * Tile::kBoxBytes +
+                                     block * Int4Layout::kWords * 4 + me.lane * 16);
+        scales_at[band] = ptx::opaque(half * Tile::kBoxCols + row());
+        zeros_at[band] = ptx::opaque(half * round_up(Tile::kBoxCols, 128) + row());
+      }
+    }
+#pragma unroll
+    for (int band = 0; band < Tile::kBands; ++band) {
+      if (!Tile::kBlocks) continue;
+      // The warp's 16 rows are in one block: tiles, and the up rows, start at multiples of 16.
+      const int n =
+          weight_row<Tile>(launch, work.place.n, half_of<Tile>(me.warpgroup, band)) + row();
+      blocks[band] = static_cast<const float*>(p.weight.scales) +
+                     std::int64_t{min(n, p.N - 1) / kScaleBlock} * ceil_div(p.K, kScaleBlock);
+    }
+  }
+
+  /// Stage `stage`, which holds columns [64 k, 64 k + 64).
+  __device__ __forceinline__ void load(int stage, int k) {
+#pragma unroll
+    for (int band = 0; band < Tile::kBands; ++band) {
+      if (Tile::kBlocks) block_scale[band] = blocks[band][k / (kScaleBlock / Tile::kDepth)];
+      if constexpr (Tile::kInt4) {
+        const uint4 v = *reinterpret_cast<const uint4*>(&shared.weight[stage][0][words_at[band]]);
+        words[band][0] = v.x;
+        words[band][1] = v.y;
+        words[band][2] = v.z;
+        words[band][3] = v.w;
+      }
+    }
+    if constexpr (Tile::kInt4) load_scales(stage, 0);
+  }
+
+  /// Columns [16 step, 16 step + 16) of the stage.
+  __device__ __forceinline__ void expand(Fragments<Tile>& to, int stage, int step) {
+    if (Tile::kInt4 && step == kSteps / 2 && launch.groups == 2) load_scales(stage, 1);
+#pragma unroll
+    for (int band = 0; band < Tile::kBands; ++band)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (Tile::kInPlace) {
+          const std::uint32_t word = words[band][step] >> i / 2 * 8;
+          const auto factor = scale[band][i % 2], other = zero[band][i % 2];
+          to.a[band][i] = i % 2 == 0 ? (kZeros ? Low::expand_from(word, factor, other)
+                                               : Low::expand(word, factor, other))
+                                     : (kZeros ? High::expand_from(word, factor, other)
+                                               : High::expand(word, factor, other));
+        } else if constexpr (Tile::kInt4) {
+          to.a[band][i] = device::expand_int4<T>(words[band][step], i, zero[band][i % 2],
+                                                 scale[band][i % 2]);
+        } else {
+          // Rows of 64 bytes with the swizzle of their size: chunks of 16 move by row / 2.
+          const std::uint8_t* rows = shared.weight[stage][half_of<Tile>(me.warpgroup, band)];
+          const int r = row() + 8 * (i % 2), chunk = step ^ (me.quad / 2);
+          std::uint32_t& value = to.a[band][i];
+          value = device::convert_e4m3_pair<T>(*reinterpret_cast<const std::uint16_t*>(
+              rows + r * Tile::kDepth + chunk * 16 + i / 2 * 8 + me.in_quad * 2));
+          if (Tile::kBlocks) value = device::scale_pair<T>(value, block_scale[band]);
+        }
+      }
+  }
+};
+
+}  // namespace ridgeline::gemm_expand

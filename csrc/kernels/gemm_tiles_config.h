@@ -1,0 +1,124 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "common/math.h"
+#include "kernels/gemm_shape.h"
+
+/// How Hopper's kernels for many rows cut a product into tiles, and tiles among blocks.
+namespace ridgeline::gemm_config {
+
+/// Clusters of 1 to 8 blocks, each with an SM of its own, that an H200 runs at once: a cluster
+/// stays in one of the parts that SMs come in, of 16 or 18.
+constexpr std::int32_t kClusters[kMaxSegments] = {132, 66, 39, 30, 22, 17, 15, 15};
+
+/// The stages of K of segment `index`, of `segments` that share out `steps`.
+struct Stages {
+  std::int32_t begin, count;
+};
+constexpr Stages stages_of(std::int32_t steps, std::int32_t segments, std::int32_t index) {
+  const std::int32_t begin = steps * index / segments;
+  return {begin, steps * (index + 1) / segments - begin};
+}
+
+/// A tile of Hopper's kernels for many rows and what it takes, in microseconds on an H200: `step`
+/// for each stage of K (128 columns of an x of 8 bits, else 64), `ends` to start and end, `add` to
+/// add up the sums of several blocks; 0: a tile is multiplied by one.
+struct TileTime {
+  std::int32_t rows, cols;
+  double step, ends, add;
+};
+constexpr TileTime kFp8Tiles[] = {{128, 256, 0.66, 4.0, 0.0}, {128, 128, 0.34, 3.0, 6.0}};
+constexpr TileTime kExpandToFp8Tiles[] = {{128, 128, 0.60, 5.0, 3.0}};
+constexpr TileTime kExpandTiles[] = {{256, 128, 0.62, 3.8, 6.0},
+                                     {192, 128, 0.47, 3.6, 5.0},
+                                     {128, 256, 0.65, 3.3, 0.0},
+                                     {128, 128, 0.34, 3.5, 4.0}};
+
+constexpr std::int64_t tiles_of(const Shape& shape, std::int32_t rows, std::int32_t cols) {
+  return ceil_div<std::int64_t>(shape.M, rows) * ceil_div(shape.N, cols);
+}
+
+/// Hopper's fp8 by fp8: the tile and segments of K that take least. K is cut under the smallest
+/// tile only, of which a cluster has the fewest sums to add.
+constexpr void cut_for_fp8(const Shape& shape, Config& config) {
+  const std::int32_t steps = ceil_div(shape.K, 2 * kBlockCols);
+  double best = 0.0;
+  for (const TileTime& tile : kFp8Tiles) {
+    const std::int32_t most = tile.add == 0.0 ? 1 : std::min(steps, kMaxSegments);
+    const std::int64_t tiles = tiles_of(shape, tile.rows, tile.cols);
+    for (std::int32_t segments = 1; segments <= most; ++segments) {
+      const std::int64_t waves = ceil_div<std::int64_t>(tiles, kClusters[segments - 1]);
+      const double one = tile.step * ceil_div(steps, segments) + tile.ends +
+                         (segments > 1 ? tile.add : 0.0);
+      const double time = static_cast<double>(waves) * one;
+      if (best != 0.0 && time >= best) continue;
+      best = time;
+      config.tile_rows = tile.rows;
+      config.tile_cols = tile.cols;
+      config.segments = segments;
+    }
+  }
+}
+
+/// Blocks that multiply the tails of tiles, each of so many tiles.
+constexpr std::int32_t kTailsOfBlock = 3;
+constexpr std::int64_t tail_blocks(std::int64_t tiles) {
+  return ceil_div<std::int64_t>(tiles, kTailsOfBlock);
+}
+
+/// Expanded weights: the tile, and who multiplies it, that take least. Whole tiles leave SMs idle
+/// in the last wave. So two or four blocks take a segment of a tile's K each; or SMs without a tile
+/// take the last stages of three. All stages shared out evenly among all SMs were 2% faster for 512
+/// rows of int4, 4096 x 6144, and 10% slower for fp8.
+constexpr void cut_for_expand(const Shape& shape, Config& config) {
+  constexpr double kTailAdds = 1.5, kTailLeaves = 2.7;
+  const bool to_fp8 = config.path == Path::kExpandToFp8;
+  const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
+  double best = 0.0;
+  const auto consider = [&](const TileTime& tile, double time, std::int32_t segments,
+                            std::int32_t tail) {
+    if (best != 0.0 && time >= best) return;
+    best = time;
+    config.tile_rows = tile.rows;
+    config.tile_cols = tile.cols;
+    config.segments = segments;
+    config.tail = tail;
+  };
+  const auto consider_tile = [&](const TileTime& tile) {
+    const bool full = shape.dtype == DType::kBFloat16;  // float16 has fewer kernels
+    if (tile.rows == 192 && (shape.format != WeightFormat::kInt4 || !full)) return;
+    const std::int64_t tiles = tiles_of(shape, tile.rows, tile.cols);
+    const auto whole = static_cast<double>(ceil_div<std::int64_t>(tiles, kBlocksWanted));
+    consider(tile, whole * (tile.step * steps + tile.ends), 1, 0);
+    if (tile.add == 0.0 || (tile.rows == 256 && !full)) return;
+    for (const std::int32_t segments : {2, 4})
+      if (tiles * segments <= kBlocksWanted && segments <= steps)
+        consider(tile, tile.step * ceil_div(steps, segments) + tile.ends + tile.add, segments, 0);
+    if (tile.rows == 256 || to_fp8) return;
+    const auto tail = static_cast<std::int32_t>(
+        (steps - kTailsOfBlock * kTailLeaves / tile.step) / (kTailsOfBlock + 1));
+    if (tail > 0 && tiles + tail_blocks(tiles) <= kBlocksWanted)
+      consider(tile, tile.step * (steps - tail) + tile.ends + kTailAdds, 1, tail);
+  };
+  if (to_fp8) {
+    for (const TileTime& tile : kExpandToFp8Tiles) consider_tile(tile);
+  } else {
+    for (const TileTime& tile : kExpandTiles) consider_tile(tile);
+  }
+}
+
+/// What blocks that share tiles leave for each other in the workspace: a slot for each block's
+/// sums, or for each tile's, and ahead of them signs that they are there.
+constexpr std::size_t kSignBytes = 132 * 8 * 4 * sizeof(std::uint64_t);  // slots, warps, segments
+
+constexpr std::size_t shared_bytes(const Shape& shape, const Config& config) {
+  const std::int64_t tiles = tiles_of(shape, config.tile_rows, config.tile_cols);
+  const std::int64_t slots = config.tail > 0       ? tiles
+                             : config.segments > 1 ? tiles * config.segments
+                                                   : 0;
+  return slots == 0 ? 0
+                    : kSignBytes + slots * config.tile_rows * config.tile_cols * sizeof(float);
+}
+
+}  // namespace ridgeline::gemm_config
