@@ -2,6 +2,7 @@
 
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
+#include "kernels/gemm_grouped_sm90_produce.cuh"
 #include "kernels/gemm_grouped_sm90_store.cuh"
 
 namespace ridgeline::gemm_grouped {
@@ -28,19 +29,30 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     if (Tile::kInt4) ptx::prefetch_tensor_map(&launch.scales);
     if (launch.in_order) ptx::prefetch_tensor_map(&launch.x);
   }
+  __syncthreads();               // the barriers are made
   ptx::wait_for_dependencies();  // which weights are read is what the kernels ahead decide
-  plan<Tile>(launch, shared);    // and the barriers are made
+  if constexpr (!Tile::kPlansAhead) {
+    if (device::warp_index() == 0) fill_tables<Tile>(launch, shared);
+    __syncthreads();  // the tables are there
+  }
 
   if (threadIdx.x >= Tile::kMultipliers) {
     if constexpr (Tile::kConsumers == 2) ptx::release_registers<Tile::kFewRegisters>();
-    produce<Tile>(launch, shared, static_cast<int>(threadIdx.x) - Tile::kMultipliers);
+    Plan first{};
+    if constexpr (Tile::kPlansAhead) first = plan_first<Tile>(launch);
+    produce<Tile>(launch, shared, first, static_cast<int>(threadIdx.x) - Tile::kMultipliers);
   } else {
     if constexpr (Tile::kConsumers == 2) ptx::take_registers<Tile::kManyRegisters>();
+    if constexpr (Tile::kPlansAhead) {
+      if (device::warp_index() == 0) fill_tables<Tile>(launch, shared);
+      ptx::named_barrier_sync(kConsumersBarrier, Tile::kMultipliers);  // the tables are there
+      ptx::named_barrier_arrive(kTablesBarrier, Tile::kThreads);
+    }
     const Consumer me(static_cast<int>(threadIdx.x) + kWarpgroup);
     const GemmParams& p = launch.grouped.gemm;
     clear_rows<Tile>(launch, shared);
     Ring ring{.stages = Tile::kShaped ? launch.stages : kStagesFixed<Tile>};
-    for_each_item(launch, shared, [&](const Item& item) {
+    for_each_item<false>(launch, shared, Plan{}, [&](const Item& item) {
       RowFactors<typename Tile::T> factors;
       const int row = me.warpgroup * kWarpgroupRows + me.warp * 16;
       const int gate = (item.column * Tile::kCols + row) / 2 + me.quad;

@@ -6,7 +6,7 @@
 #include "kernels/gemm_grouped_launch.cuh"
 #include "kernels/gemm_sm90.cuh"
 
-/// What a block of Hopper's kernel for experts works on, and the warps that bring it.
+/// What a block of Hopper's kernel for experts works on.
 namespace ridgeline::gemm_grouped {
 
 using namespace gemm_sm90;
@@ -61,6 +61,9 @@ struct Tile {
       kBlocksPerSm == 2 ? (kInt4 ? 88 : 96) : kSegments ? 232 : 208;
   static constexpr int kWeightBytes =
       kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
+  // Whether those who request find their first tile by themselves: expansion has no registers left,
+  // and of many rows bf16 took 554 us for 510 so (H200, 256 tokens, 8 experts of 4096 x 28672).
+  static constexpr bool kPlansAhead = kRows <= 32 && !kExpands;
   // Whether the launch shapes the ring. Int4 has no registers left for what it would be told.
   static constexpr bool kShaped = kRows <= 32 && !kInt4;
   static constexpr int kScaleBytes = kInt4 ? kScaleSets * (2 * kCols + round_up(kCols, 128)) : 0;
@@ -144,14 +147,23 @@ struct Ring {
 
 // ---- Work ---------------------------------------------------------------------------------------
 
-/// Where rows of each expert begin; behind that, where their tiles.
 template <class Tile>
-__device__ __forceinline__ std::int32_t* offsets_of(const Launch& launch, Shared<Tile>& shared) {
-  return reinterpret_cast<std::int32_t*>(shared.ring + launch.ring_bytes);
+__device__ __forceinline__ Tables tables_of(const Launch& launch, Shared<Tile>& shared) {
+  auto* offsets = reinterpret_cast<std::int32_t*>(shared.ring + launch.ring_bytes);
+  return {offsets, offsets + launch.grouped.experts + 1};
 }
+
+/// Rows of x that a tile has, at most.
 template <class Tile>
-__device__ __forceinline__ std::int32_t* starts_of(const Launch& launch, Shared<Tile>& shared) {
-  return offsets_of(launch, shared) + launch.grouped.experts + 1;
+__device__ __forceinline__ int row_tile_of(const Launch& launch) {
+  return Tile::kShaped ? launch.row_tile : Tile::kRows;
+}
+
+/// One warp does it.
+template <class Tile>
+__device__ __forceinline__ void fill_tables(const Launch& launch, Shared<Tile>& shared) {
+  tables_of(launch, shared).fill(launch.grouped, row_tile_of<Tile>(launch),
+                                 static_cast<int>(threadIdx.x) % device::kWarpSize);
 }
 
 /// Rows [row0, row0 + rows) of y by tile `column` of the weight rows of `expert`.
@@ -159,164 +171,86 @@ struct Item {
   int expert, row0, rows, column;
 };
 
-/// Counts each expert's tiles, and those ahead of it.
+/// The expert of a tile: its row tiles are [start, end) of `tiles`, its rows [first, last).
+struct Plan {
+  int tiles, expert, start, end;
+  std::int32_t first, last;
+};
+
+/// That of the block's first tile, without the tables: the way from the offsets to the first
+/// weights is what a block of few rows waits for, so each warp that requests finds it by itself.
+/// H200, lab, one token of 128 experts, us, with the tables and so: 2048 x 1536 bf16 19.8 and 19.0,
+/// fp8 11.8 and 11.2, 768 x 2048 10.7 and 10.3, 7.8 and 7.5.
 template <class Tile>
-__device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared) {
-  std::int32_t* offsets = offsets_of(launch, shared);
-  std::int32_t* starts = starts_of(launch, shared);
+__device__ __forceinline__ Plan plan_first(const Launch& launch) {
   const GroupedGemmParams& p = launch.grouped;
-  const int thread = static_cast<int>(threadIdx.x);
-  for (int e = thread; e <= p.experts; e += Tile::kThreads)
-    offsets[e] = p.offsets ? p.offsets[e] : e * static_cast<std::int32_t>(p.gemm.M);
-  __syncthreads();  // the offsets are there
-  if (device::warp_index() == 0) {  // each lane counts the tiles of some experts
-    const int each = ceil_div(p.experts, device::kWarpSize), first = thread * each;
-    const int row_tile = Tile::kShaped ? launch.row_tile : Tile::kRows;
-    const auto tiles_of = [&](int e) {
-      return e < p.experts ? ceil_div(offsets[e + 1] - offsets[e], row_tile) : 0;
-    };
-    int tiles = 0;
-    for (int i = 0; i < each; ++i) tiles += tiles_of(first + i);
-    int before = device::warp_inclusive_sum(tiles) - tiles;
-    for (int e = first; e < min(first + each, p.experts); ++e) {
-      starts[e] = before;
-      before += tiles_of(e);
-    }
-    if (thread == device::kWarpSize - 1) starts[p.experts] = before;
+  const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
+  const int each = ceil_div(p.experts, device::kWarpSize), first = lane * each;
+  const int row_tile = row_tile_of<Tile>(launch);
+  std::int32_t begin = offset_of(p, first);
+  int tiles = 0;
+#pragma unroll 4
+  for (int i = 1; i <= each; ++i) {
+    const std::int32_t end = offset_of(p, first + i);
+    tiles += ceil_div(end - begin, row_tile);
+    begin = end;
   }
-  __syncthreads();  // the plan is whole
+  const int before = device::warp_inclusive_sum(tiles) - tiles;
+  const int wanted = static_cast<int>(blockIdx.x) / launch.columns;
+  const bool mine = before <= wanted && wanted < before + tiles;
+  Plan plan{.tiles = device::from_lane(before + tiles, device::kWarpSize - 1)};
+  if (mine) {
+    plan.start = before;
+    for (int e = first;; ++e, plan.start = plan.end) {
+      plan.expert = e;
+      plan.first = offset_of(p, e);
+      plan.last = offset_of(p, e + 1);
+      plan.end = plan.start + ceil_div(plan.last - plan.first, row_tile);
+      if (wanted < plan.end) break;
+    }
+  }
+  const int from = max(__ffs(static_cast<int>(__ballot_sync(0xffffffffu, mine))) - 1, 0);
+  for (int* value : {&plan.expert, &plan.start, &plan.end, &plan.first, &plan.last})
+    *value = device::from_lane(*value, from);
+  return plan;
 }
 
+constexpr int kTablesBarrier = 8, kConsumersBarrier = 9;  // behind those of the warpgroups
+
 /// Calls fn(item) for each tile of this block. Tiles of an expert follow each other; up to
-/// kTogether of its row tiles walk its weight side by side. Its rows are dealt evenly. A walk from
-/// expert to expert instead of halving: one token of 128 int4 experts of 2048 x 1536 15.4 us, so
-/// 13.9 (H200, lab).
-template <class Tile, class Fn>
-__device__ __forceinline__ void for_each_item(const Launch& launch, Shared<Tile>& shared,
+/// kTogether of its row tiles walk its weight side by side. Its rows are dealt evenly. kPlanned:
+/// `at` is the first tile's, and the tables may not be there yet.
+template <bool kPlanned, class Tile, class Fn>
+__device__ __forceinline__ void for_each_item(const Launch& launch, Shared<Tile>& shared, Plan at,
                                               Fn&& fn) {
-  const std::int32_t* offsets = offsets_of(launch, shared);
-  const std::int32_t* starts = starts_of(launch, shared);
-  const int experts = launch.grouped.experts, count = starts[experts] * launch.columns;
-  int e = 0;
-  for (int i = static_cast<int>(blockIdx.x); i < count; i += static_cast<int>(gridDim.x)) {
-    for (int end = experts; e + 1 < end;) {  // the last expert whose tiles begin at i or before
-      const int middle = (e + end) / 2;
-      (starts[middle] * launch.columns <= i ? e : end) = middle;
+  const int step = static_cast<int>(gridDim.x);
+  for (int i = static_cast<int>(blockIdx.x);; i += step) {
+    if (!kPlanned || i >= step) {
+      if (kPlanned && i < 2 * step) ptx::named_barrier_sync(kTablesBarrier, Tile::kThreads);
+      const Tables tables = tables_of(launch, shared);
+      at.tiles = tables.starts[launch.grouped.experts];
+      if (i >= at.tiles * launch.columns) return;
+      const int e = tables.expert_of(launch.grouped.experts, i / launch.columns);
+      at.expert = e;
+      at.start = tables.starts[e], at.end = tables.starts[e + 1];
+      at.first = tables.offsets[e], at.last = tables.offsets[e + 1];
+    } else if (i >= at.tiles * launch.columns) {
+      return;
     }
-    const int tiles = starts[e + 1] - starts[e], at = i - starts[e] * launch.columns;
-    const int first = offsets[e], rows = offsets[e + 1] - first;
-    Place place{0, at};
+    const int tiles = at.end - at.start, in_expert = i - at.start * launch.columns;
+    const int rows = at.last - at.first;
+    Place place{0, in_expert};
     int each = rows;
     if (tiles > 1) {
-      place = place_of({.along_m = tiles, .along_n = launch.columns, .together = kTogether}, at);
+      place = place_of({.along_m = tiles, .along_n = launch.columns, .together = kTogether},
+                       in_expert);
       each = ceil_div(rows, tiles);
     }
-    fn(Item{.expert = e,
-            .row0 = first + place.m * each,
+    fn(Item{.expert = at.expert,
+            .row0 = at.first + place.m * each,
             .rows = min(each, rows - place.m * each),
             .column = place.n});
   }
-}
-
-// ---- Producer -----------------------------------------------------------------------------------
-
-/// Weight rows go to shared memory so that every other eight are gates and the next their up rows,
-/// or, of weights that are not gated, as they lie: sixteen are two eights. Int4: the same of
-/// sixteens; of their scales, gates come first.
-template <class Tile>
-__device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shared,
-                                        const Item& item, int k, int stage) {
-  std::uint64_t* full = &shared.full[stage];
-  const Stage<Tile> to(launch, shared, stage);
-  const int box_rows = Tile::kShaped ? launch.row_tile : std::min(Tile::kRows, kPieceRows);
-  const int boxes = launch.in_order ? ceil_div(item.rows, box_rows) : 0;
-  const int bytes = Tile::kWeightBytes + boxes * Tile::kBoxes * box_rows * kRowBytes;
-  ptx::mbarrier_expect(full, bytes);
-  if constexpr (Tile::kInt4) {
-    ptx::copy_tensor_4d(to.weight(), &launch.weight, full,
-                        k * Tile::kBoxes * Int4Layout::kWords, 0, item.column * (Tile::kCols / 32),
-                        item.expert);
-  } else {
-    ptx::copy_tensor_5d(to.weight(), &launch.weight, full, k * Tile::kDepth, 0, 0,
-                        item.column * (Tile::kCols / 16), item.expert);
-  }
-  for (int i = 0; i < boxes; ++i)
-#pragma unroll
-    for (int box = 0; box < Tile::kBoxes; ++box)
-      ptx::copy_matrix(to.x(box) + i * box_rows * kRowBytes, &launch.x, full,
-                       k * Tile::kDepth + box * Tile::kBoxDepth, item.row0 + i * box_rows);
-}
-
-/// Scales and zero points of int4: those of the gates, then of the up rows. By a thread of another
-/// warp: one that requests all of a stage takes longer than its multiplication.
-template <class Tile>
-__device__ __forceinline__ void request_scales(const Launch& launch, Shared<Tile>& shared,
-                                               const Item& item, int k, int stage) {
-  const GemmParams& p = launch.grouped.gemm;
-  std::uint64_t* full = &shared.full[stage];
-  auto& scales = Stage<Tile>(launch, shared, stage).scales();
-  ptx::mbarrier_expect(full, launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2));
-  const int first = item.column * (is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols);
-  for (int i = 0; i < launch.groups; ++i) {
-    const int group = (k * Tile::kDepth + i * 32) / p.weight.group;
-    ptx::copy_tensor_4d(scales.of[i], &launch.scales, full, first, 0, group, item.expert);
-    if (p.weight.zeros)
-      ptx::copy_tensor_4d(scales.zeros[i], &launch.zeros, full, first, 0, group, item.expert);
-  }
-}
-
-template <class Tile>
-__device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared, int thread) {
-  const GroupedGemmParams& grouped = launch.grouped;
-  const GemmParams& p = grouped.gemm;
-  constexpr int kStep = Tile::kTeam / kVectors;  // rows between those of a thread
-  constexpr int kCount = Tile::kRows / kStep;
-  constexpr int kElements = kVector / static_cast<int>(sizeof(typename Tile::X));
-  const int turn = thread / Tile::kTeam, member = thread % Tile::kTeam;
-  const int first = member / kVectors, vector = member % kVectors;
-  const auto* base = static_cast<const char*>(p.x.data);
-  Ring ring{.stages = Tile::kShaped ? launch.stages : kStagesFixed<Tile>,
-            .parity = 1};  // the first wait on a fresh barrier passes
-  for_each_item(launch, shared, [&](const Item& item) {
-    std::uint32_t places[kCount];  // in units of a vector
-    const int copied = Tile::kSegments || launch.in_order ? 0 : item.rows;
-    const auto find = [&] {
-#pragma unroll
-      for (int i = 0; i < kCount; ++i) {
-        const int r = first + i * kStep;
-        if (r >= copied) break;
-        const std::int64_t row = row_of_x(grouped, item.row0 + r);
-        places[i] = static_cast<std::uint32_t>(row * (p.x.stride_row / kElements)) + vector;
-      }
-    };
-    bool found = Tile::kTurns == 1;
-    if (found) find();
-    for (int k = 0; k < launch.steps; ++k, ring.next()) {
-      const int s = ring.stage;
-      if (s % Tile::kTurns != turn) continue;
-      ptx::mbarrier_wait(&shared.free[s], ring.parity);
-      if (member == 0) request<Tile>(launch, shared, item, k, s);
-      if (Tile::kInt4 && member == Tile::kTeam - device::kWarpSize)
-        request_scales<Tile>(launch, shared, item, k, s);
-      if (!found) find();  // with the first weights on their way
-      found = true;
-#pragma unroll
-      for (int box = 0; box < (Tile::kSegments ? 0 : Tile::kBoxes); ++box) {
-        const bool inside = k * Tile::kDepth + box * Tile::kBoxDepth + vector * kElements < p.K;
-        std::uint8_t* stage = Stage<Tile>(launch, shared, s).x(box);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          const int r = first + i * kStep;
-          if (r >= copied) break;
-          const std::int64_t at =
-              inside ? std::int64_t{places[i]} + (k * Tile::kBoxes + box) * kVectors : 0;
-          ptx::copy_async_16(stage + r * kRowBytes + (vector ^ (r % 8)) * kVector,
-                             base + at * kVector, inside);
-        }
-      }
-      ptx::mbarrier_arrive_after_copies(&shared.full[s]);
-    }
-  });
 }
 
 }  // namespace ridgeline::gemm_grouped

@@ -134,7 +134,7 @@ template <class Tile>
 __device__ __forceinline__ void clear_rows(const Launch& launch, Shared<Tile>& shared) {
   const GemmParams& p = launch.grouped.gemm;
   const std::int64_t per_row = p.out_cols() / 8;
-  const std::int64_t begin = offsets_of(launch, shared)[launch.grouped.experts] * per_row;
+  const std::int64_t begin = tables_of(launch, shared).offsets[launch.grouped.experts] * per_row;
   auto* y = static_cast<uint4*>(p.y);
   for (std::int64_t i = begin + std::int64_t{blockIdx.x} * Tile::kMultipliers + threadIdx.x;
        i < p.M * per_row; i += std::int64_t{gridDim.x} * Tile::kMultipliers)
