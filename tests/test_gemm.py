@@ -446,3 +446,24 @@ def test_a_row_of_experts_keeps_its_bits(int4: bool, device: str):
     many = product(100)
     for count in (1, 3, 6, 20):
         assert torch.equal(product(count), many[:, :count]), count
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_few_rows_of_int4_experts_keep_their_bits_where_their_strips_move(device: str):
+    """Hopper deals all strips that have rows to its blocks: they move with other rows."""
+    experts, N, K = 8, 1056, 4608
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(experts * N, K, generator=generator).to(device, torch.bfloat16)
+    packed = ops.Int4Experts.from_rows(ops.pack_int4(weight), experts)
+    x = torch.randn(experts, 7, K, generator=generator).to(device, torch.bfloat16)
+
+    def product(counts: list[int]) -> list[torch.Tensor]:
+        offsets = torch.tensor([sum(counts[:e]) for e in range(experts + 1)], dtype=torch.int32)
+        rows = torch.cat([x[e, :count] for e, count in enumerate(counts)])
+        out = ops.grouped_int4_linear(rows, packed, offsets.to(device))
+        return list(out.split(counts))
+
+    many = product([1, 0, 7, 1, 2, 2, 0, 3])
+    for counts in ([0, 0, 1, 0, 0, 0, 0, 0], [1, 0, 5, 0, 0, 2, 0, 3], [0, 0, 2, 1, 2, 0, 0, 1]):
+        for e, out in enumerate(product(counts)):
+            assert torch.equal(out, many[e][: counts[e]]), (counts, e)

@@ -96,8 +96,16 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, kTiles == 1 ? 
     }
     if (!finite) {
       __syncwarp();  // the sums of every lane are written
-      for (int i = lane; i < each; i += 32)
-        mine[i] += products_not_finite<T>(params, row + i % kStripRows, i / kStripRows, warp);
+      const ChunkSource from(params, row, 0);
+      for (int i = lane; i < each; i += 32) {
+        const int n = row + i % kStripRows;
+        mine[i] += products_not_finite<T>(
+            p, from.weight, static_cast<const T*>(p.weight.scales) + n,
+            p.weight.zeros ? p.weight.zeros + n : nullptr,
+            static_cast<const char*>(p.x.data) +
+                i / kStripRows * p.x.stride_row * (has_byte_x(p) ? 1 : 2),
+            n, warp);
+      }
     }
     barriers.sums.arrive_done(strip);  // this lane's sums are written
     row = params.order.next_row(row, strip % 2 == 1);

@@ -81,10 +81,38 @@ __device__ __forceinline__ void expand_x(std::uint32_t (&words)[8]) {
 /// Bytes of 64 columns of all rows of x. Blocks start in different banks: a store goes to eight.
 __device__ __forceinline__ constexpr int block_bytes(int rows) { return rows * kRowBytes + 16; }
 
-/// kRows rows of x from m on, 512 columns, 16 a lane, of kChunks chunks, kWarps apart, as digits in
-/// the order of the columns of an int4 block: [block of 64 columns][row][digit][lane % 4][word].
-/// False if some were not finite: those count as zero. No branch stands between rows, so that their
-/// chains of shuffles overlap.
+/// 512 columns of row m of x, finite ones, 16 a lane, as digits in the order of the columns of an
+/// int4 block: [block of 64 columns][row][digit][lane % 4][word].
+template <class T, int kSpan>
+__device__ __forceinline__ void store_digits(const std::uint32_t (&pairs)[8],
+                                             std::uint32_t largest, int chunk, int rows, int m,
+                                             bool stores, char* x, Span* spans) {
+  const int lane = threadIdx.x % 32;
+  const auto unit = device::PowerUnit<14>::of(device::group_max(largest, 4 * kSpan), T{});
+  char* to = x + (chunk * kChunkBlocks + lane / 4) * block_bytes(rows) + m * kRowBytes +
+             lane % 4 * 4;
+  int low = 0, high = 0;
+#pragma unroll
+  for (int t = 0; t < 4; ++t) {
+    const float2 near = device::floats_of(device::as_pair<T>(pairs[t]));
+    const float2 far = device::floats_of(device::as_pair<T>(pairs[t + 4]));
+    const uint2 digits = device::digits_of(near.x, far.x, near.y, far.y, unit.inverse);
+    low = __dp4a(static_cast<int>(digits.x), 0x01010101, low);
+    high = __dp4a(static_cast<int>(digits.y), 0x01010101, high);
+    if (stores) {
+      *reinterpret_cast<std::uint32_t*>(to + t * 16) = digits.x;
+      *reinterpret_cast<std::uint32_t*>(to + 64 + t * 16) = digits.y;
+    }
+  }
+  const int sum = device::group_sum(high * 256 + low, 4 * kSpan);
+  if (stores && lane % (4 * kSpan) == 0)
+    spans[(chunk * (kChunkBlocks / kSpan) + lane / (4 * kSpan)) * rows + m] = {
+        static_cast<float>(sum), unit.unit};
+}
+
+/// kRows rows of x from m on, of kChunks chunks, kWarps apart, as digits. False if some were not
+/// finite: those count as zero. No branch stands between rows, so that their chains of shuffles
+/// overlap.
 template <class T, int kSpan, int kRows, int kChunks, class Requested>
 __device__ __forceinline__ bool stage_rows(const DigitsParams& params, int chunk, int m, char* x,
                                            Span* spans, Squares& squares, Requested x_requested) {
@@ -132,29 +160,8 @@ __device__ __forceinline__ bool stage_rows(const DigitsParams& params, int chunk
     const int of = chunk + c * kWarps;
     const bool stores = of < params.chunks;
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const auto unit =
-          device::PowerUnit<14>::of(device::group_max(largest[c][i], 4 * kSpan), T{});
-      char* to = x + (of * kChunkBlocks + lane / 4) * block_bytes(rows) + (m + i) * kRowBytes +
-                 lane % 4 * 4;
-      int low = 0, high = 0;
-#pragma unroll
-      for (int t = 0; t < 4; ++t) {
-        const float2 near = device::floats_of(device::as_pair<T>(pairs[c][i][t]));
-        const float2 far = device::floats_of(device::as_pair<T>(pairs[c][i][t + 4]));
-        const uint2 digits = device::digits_of(near.x, far.x, near.y, far.y, unit.inverse);
-        low = __dp4a(static_cast<int>(digits.x), 0x01010101, low);
-        high = __dp4a(static_cast<int>(digits.y), 0x01010101, high);
-        if (stores) {
-          *reinterpret_cast<std::uint32_t*>(to + t * 16) = digits.x;
-          *reinterpret_cast<std::uint32_t*>(to + 64 + t * 16) = digits.y;
-        }
-      }
-      const int sum = device::group_sum(high * 256 + low, 4 * kSpan);
-      if (stores && lane % (4 * kSpan) == 0)
-        spans[(of * (kChunkBlocks / kSpan) + lane / (4 * kSpan)) * rows + m + i] = {
-            static_cast<float>(sum), unit.unit};
-    }
+    for (int i = 0; i < kRows; ++i)
+      store_digits<T, kSpan>(pairs[c][i], largest[c][i], of, rows, m + i, stores, x, spans);
   }
   return finite;
 }

@@ -85,6 +85,12 @@ std::size_t sm90_workspace_bytes(const GroupedGemmParams& params);
 /// The rows of x that rows of y are made of, one after the other.
 void launch_gather(const GroupedGemmParams& params, void* to, Stream stream);
 
+/// Whether few rows of int4 meet the integer tensor cores: where runs_on_wgmma(params).
+bool is_for_digits(const GroupedGemmParams& params);
+
+/// Requires: is_for_digits(params).
+void launch_digits(const GroupedGemmParams& params, Stream stream);
+
 /// Requires: runs_on_wgmma(params).
 void launch_sm90(const GroupedGemmParams& params, Stream stream);
 

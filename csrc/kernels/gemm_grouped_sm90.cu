@@ -237,6 +237,7 @@ template <class T, class X, WeightFormat kFormat>
 void launch_x(const GroupedGemmParams& params, Stream stream) {
   if constexpr (kFormat == WeightFormat::kDense)
     if (params.segments > 1) return launch_tiles<Tile<T, X, kFormat, 2, 192>>(params, stream);
+  if (is_for_digits(params)) return launch_digits(params, stream);
   // Few rows of int4 are multiplied in another order than many.
   const bool one_order = kFormat == WeightFormat::kInt4 && params.gemm.batch_invariant;
   if (mean_rows(params) <= kFewRows && !one_order)
