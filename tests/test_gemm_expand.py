@@ -21,9 +21,9 @@ SHARED = [
 ]
 
 
-def plan(M: int, N: int, K: int, format: str = "int4") -> dict[str, int]:
+def plan(M: int, N: int, K: int, format: str = "int4", sms: int = 132) -> dict[str, int]:
     text = torch.ops.ridgeline.gemm_plan(
-        M, N, K, "bfloat16", format, "none", True, False, True, False, False
+        M, N, K, "bfloat16", format, "none", True, False, True, False, False, sms
     )
     path, *fields = text.split()
     assert path == "expand"
@@ -39,17 +39,21 @@ def test_who_multiplies_a_tile(M: int, N: int, K: int, expected: str) -> None:
     assert who(plan(M, N, K)) == expected
 
 
-def test_blocks_that_wait_for_each_other_run_at_once() -> None:
+@pytest.mark.parametrize("sms", [132, 78])
+def test_blocks_that_wait_for_each_other_run_at_once(sms: int) -> None:
     """Blocks of a tile's segments, and those of tails, have an SM each."""
+    shared = 0
     for M in range(65, 1025, 31):
         for N in range(1024, 16384, 1024):
             for format in ("int4", "fp8"):
-                chosen = plan(M, N, 4096, format)
+                chosen = plan(M, N, 4096, format, sms)
                 tiles = -(-M // chosen["tile_rows"]) * -(-N // chosen["tile_cols"])
                 if chosen["segments"] > 1:
-                    assert tiles * chosen["segments"] <= 132
+                    assert tiles * chosen["segments"] <= sms
                 if chosen["tail"]:
-                    assert tiles + -(-tiles // 3) <= 132
+                    assert tiles + -(-tiles // 3) <= sms
+                shared += who(chosen) != "whole"
+    assert shared > 0
 
 
 @pytest.mark.gpu

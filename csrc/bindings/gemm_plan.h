@@ -8,10 +8,11 @@ namespace ridgeline::bindings {
 
 /// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" (in groups of 128)
 /// or "fp8", or "int4_fp8" or "fp8_fp8" for x of fp8, or "int8"; rows are taken to be aligned.
+/// `sms`: of the GPU.
 inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                              const std::string& dtype, const std::string& format,
                              const std::string& activation, bool library, bool batch_invariant,
-                             bool hopper, bool weights_ready, bool norm) {
+                             bool hopper, bool weights_ready, bool norm, std::int64_t sms) {
   const bool int4 = format == "int4" || format == "int4_fp8";
   const bool fp8 = format == "fp8" || format == "fp8_fp8", int8 = format == "int8";
   check(int4 || fp8 || int8 || format == "dense", "format: expected 'dense', 'int4', 'int4_fp8', ",
@@ -35,7 +36,8 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                  .library = library,
                                  .batch_invariant = batch_invariant,
                                  .chained = weights_ready,
-                                 .normalizes = norm};
+                                 .normalizes = norm,
+                                 .sms = checked_int32(sms, "sms")};
   return gemm_config::to_text(gemm_config::choose(shape));
 }
 

@@ -88,7 +88,8 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "-> Tensor");
   m.def(
       "gemm_plan(int M, int N, int K, str dtype, str format, str activation, bool library, "
-      "bool batch_invariant, bool hopper, bool weights_ready=False, bool norm=False) -> str");
+      "bool batch_invariant, bool hopper, bool weights_ready=False, bool norm=False, int sms=132) "
+      "-> str");
 
   m.def(
       "rope(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");

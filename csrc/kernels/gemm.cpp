@@ -152,7 +152,8 @@ Plan plan_of(const GemmParams& p) {
                     .library = library_takes(p),
                     .batch_invariant = p.batch_invariant,
                     .chained = p.weights_ready,
-                    .normalizes = p.x.norm_weight != nullptr};
+                    .normalizes = p.x.norm_weight != nullptr,
+                    .sms = device::multiprocessors()};
   Plan plan{.config = gemm_config::choose(shape)};
   plan.prepares = must_prepare(p, plan.config);
   plan.prepared_cols = round_up(p.K, gemm_config::kBlockCols);

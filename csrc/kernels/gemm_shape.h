@@ -62,6 +62,7 @@ struct Shape {
   bool batch_invariant;
   bool chained;     // kernels follow each other, and this one requests its weights meanwhile
   bool normalizes;  // x meets its norm in the product's kernel, where that can
+  std::int32_t sms = kBlocksWanted;  // of the GPU
 };
 
 struct Config {

@@ -69,12 +69,14 @@ constexpr std::int64_t tail_blocks(std::int64_t tiles) {
 
 /// Expanded weights: the tile, and who multiplies it, that take least. Whole tiles leave SMs idle
 /// in the last wave. So two or four blocks take a segment of a tile's K each; or SMs without a tile
-/// take the last stages of three. All stages shared out evenly among all SMs were 2% faster for 512
-/// rows of int4, 4096 x 6144, and 10% slower for fp8.
+/// take the last stages of three. They wait for each other, so each has an SM: on a GPU of fewer
+/// there are fewer of them. All stages shared out evenly among all SMs were 2% faster for 512 rows
+/// of int4, 4096 x 6144, and 10% slower for fp8.
 constexpr void cut_for_expand(const Shape& shape, Config& config) {
   constexpr double kTailAdds = 1.5, kTailLeaves = 2.7;
   const bool to_fp8 = config.path == Path::kExpandToFp8;
   const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
+  const std::int32_t at_once = std::min<std::int32_t>(shape.sms, kBlocksWanted);
   double best = 0.0;
   const auto consider = [&](const TileTime& tile, double time, std::int32_t segments,
                             std::int32_t tail) {
@@ -93,12 +95,12 @@ constexpr void cut_for_expand(const Shape& shape, Config& config) {
     consider(tile, whole * (tile.step * steps + tile.ends), 1, 0);
     if (tile.add == 0.0 || (tile.rows == 256 && !full)) return;
     for (const std::int32_t segments : {2, 4})
-      if (tiles * segments <= kBlocksWanted && segments <= steps)
+      if (tiles * segments <= at_once && segments <= steps)
         consider(tile, tile.step * ceil_div(steps, segments) + tile.ends + tile.add, segments, 0);
     if (tile.rows == 256 || to_fp8) return;
     const auto tail = static_cast<std::int32_t>(
         (steps - kTailsOfBlock * kTailLeaves / tile.step) / (kTailsOfBlock + 1));
-    if (tail > 0 && tiles + tail_blocks(tiles) <= kBlocksWanted)
+    if (tail > 0 && tiles + tail_blocks(tiles) <= at_once)
       consider(tile, tile.step * (steps - tail) + tile.ends + kTailAdds, 1, tail);
   };
   if (to_fp8) {
