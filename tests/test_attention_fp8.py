@@ -119,7 +119,7 @@ def test_within_its_bound(device: str, block: int, dim: int, options: dict[str, 
 @pytest.mark.parametrize("window", [None, 150])
 def test_tiles_of_few_rows(device: str, window: int | None) -> None:
     """Of a tile of 192 queries only some 64 have rows, or see the last keys: the others pass over
-    one tile of keys, or all of up to eleven, in works one after the other."""
+    one tile of keys, or all but one of up to eleven, in works one after the other."""
     batch = Batch([1000, 900, 1400, 257, 193], [65, 193, 20, 257, 193], 64, 128)
     check(batch, batch.run(device, window=window), [0] * 5, window=window)
 

@@ -20,7 +20,9 @@ struct RowTiles {
   }
 
   __device__ __forceinline__ bool is_last(int tile) const { return tile == count - 1; }
-  __device__ __forceinline__ int rows_of(int tile) const { return is_last(tile) ? last_rows : rows; }
+  __device__ __forceinline__ int rows_of(int tile) const {
+    return is_last(tile) ? last_rows : rows;
+  }
   __device__ __forceinline__ const CUtensorMap* map_of(int tile) const {
     return rows_of(tile) == rows ? &whole : &last;
   }

@@ -84,8 +84,8 @@ class Scheduler {
   /// The sequences that deadlines ended since the last call.
   std::vector<SeqId> take_expired() { return std::exchange(expired_, {}); }
 
-  /// A step of prompt tokens beside decodes, with these padded_tokens, took so many times as long as
-  /// predicted: for the latency target.
+  /// A step of prompt tokens beside decodes, with these padded_tokens, took so many times as long
+  /// as predicted: for the latency target.
   void add_time_ratio(std::int64_t padded_tokens, double ratio) {
     time_scale_.add(padded_tokens, ratio);
   }

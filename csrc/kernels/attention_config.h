@@ -112,7 +112,7 @@ constexpr std::int32_t max_split_count(std::int32_t head_dim, std::int32_t kv_by
 /// The Hopper decode kernel: one sequence alone has an item for nearly every SM, and two of at
 /// least kDecodeKeys keys where it is long enough (H200, 32 sequences of 8k keys: 251.5 us with
 /// 256, 249.5 with 512; one: 12.8 and 12.6). Runs have at least kDecodeLeast keys (32 sequences of
-/// 1k keys: 36.7 us with 64, 35.6 with 128; one: 4.8 and 5.0). A sequence of at most kDecodeWhole
+/// 1k keys: 36.4 us with 64, 35.9 with 128; one: 4.7 and 4.8). A sequence of at most kDecodeWhole
 /// has shorter ones, and in a batch is one item.
 constexpr std::int32_t kDecodeItems = 128;
 constexpr std::int32_t kDecodeKeys = 512;

@@ -206,8 +206,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (threadIdx.x == 0) {
     ptx::mbarrier_init(&Exchange<Tile>::of(shared).arrived, 1);
     shared.make_barriers();
-    ptx::prefetch_tensor_map(&launch.k);
-    ptx::prefetch_tensor_map(&launch.v);
+    for (const CUtensorMap* map : {&launch.k, &launch.v, &launch.end_k, &launch.end_v})
+      ptx::prefetch_tensor_map(map);
   }
   __syncthreads();  // the barriers are made
   ptx::cluster_arrive();

@@ -156,8 +156,8 @@ struct WeightWarp : KeyWarp<Tile> {
     return ptx::exp2_approx(from - device::exponent_base(to));
   }
 
-  /// Adds the totals of a tile whose weights are relative to the rows' bases; of a leaf's last those
-  /// of all warps join.
+  /// Adds the totals of a tile whose weights are relative to the rows' bases; of a leaf's last
+  /// tile those of all warps join.
   __device__ __forceinline__ void add_totals(int buffer, const Totals& totals, bool ends_leaf) {
 #pragma unroll
     for (int j = 0; j < kTiles; ++j)

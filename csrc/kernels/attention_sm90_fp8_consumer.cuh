@@ -195,7 +195,7 @@ struct Fp8Consumer {
 
   /// Waits for the first tile of keys that a row of this warpgroup sees. Those before it go, and
   /// their values too but for the last of them, which come behind that tile. H200, causal, TFLOP/s
-  /// with all tiles multiplied and so: 16 x 1k 418 and 479, 4 x 4k 660 and 692, 1 x 16k 791 and 801.
+  /// with all tiles multiplied and so: 16 x 1k 418, 479; 4 x 4k 660, 692; 1 x 16k 791, 801.
   __device__ __forceinline__ void begin_sight(bool is_first_work) {
 #pragma unroll 1
     for (int i = 0; i < now.skip; ++i) {

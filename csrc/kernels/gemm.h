@@ -88,7 +88,7 @@ struct GemmParams {
   GemmWeight weight = {};
   Activation activation = Activation::kNone;
   const void* bias = nullptr;                 // [N], or null
-  const void* residual = nullptr;             // [M, out_cols], or null
+  const void* residual = nullptr;             // [M, out_cols], not y; or null
   std::int64_t stride_residual = 0;
   void* y = nullptr;                          // [M, out_cols], contiguous
   void* workspace = nullptr;                  // gemm_workspace_bytes(), aligned to 256

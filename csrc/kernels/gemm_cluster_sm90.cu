@@ -21,9 +21,9 @@ using namespace gemm_cluster;
 
 /// Grid: (segments of K, tiles of 64, 112 or 128 weight rows by kTokens rows of x, the row tiles
 /// side by side); the segments of a tile are a cluster. Two warps request stages of 64 or 128
-/// columns of the tile and of its rows of x; two warpgroups multiply 64 weight rows by 32, 64 or 128
-/// rows of x: of a longer tile the second has the rows from 64 on, those of 64 rows take stages by
-/// turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an fp8 x, from
+/// columns of the tile and of its rows of x; two warpgroups multiply 64 weight rows by 32, 64 or
+/// 128 rows of x: of a longer tile the second has the rows from 64 on, those of 64 rows take stages
+/// by turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an fp8 x, from
 /// shared memory, the others expanded into registers. At the end each block adds up, in order, some
 /// rows of x, of which its neighbours send it their sums. Sums in float32; of fp8 by fp8, of which
 /// the tensor cores keep 14 bits, every 128 columns anew.

@@ -28,9 +28,9 @@ struct XOfLane {
 };
 
 /// 512 columns of a strip. sums[tile]: rows lane / 4 and the eighth after it of the weight, by row
-/// lane % 4 of the tile of x. Of one tile the products of four spans go on side by side, and nothing
-/// branches between them: one after the other a chunk took 0.6 us, most of it latency. Two tiles
-/// have as many products one after the other: eight rows of 4096 x 28672 23.4 us, so 23.9.
+/// lane % 4 of the tile of x. Of one tile the products of four spans go on side by side, and
+/// nothing branches between them: one after the other a chunk took 0.6 us, most of it latency. Two
+/// tiles have as many products one after the other: eight rows of 4096 x 28672 23.4 us, so 23.9.
 template <class T, int kSpan, int kTiles>
 __device__ __forceinline__ void multiply_chunk(const DigitsParams& params, const char* stage,
                                                const XOfLane<kTiles>& x, int chunk,

@@ -69,7 +69,7 @@ struct Work {
   int segment, first_step, steps;
 };
 
-/// What block `index` does where the blocks of a cluster share a tile.
+/// What block `index` does where several blocks share a tile.
 __device__ __forceinline__ Work segment_of(const Tiles& tiles, int segments, int steps, int index) {
   const auto stages = gemm_config::stages_of(steps, segments, index % segments);
   return {place_of(tiles, index / segments), index % segments, stages.begin, stages.count};

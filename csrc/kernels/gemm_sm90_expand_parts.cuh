@@ -17,6 +17,7 @@ template <class Tile>
 constexpr int kEights = Tile::kRows / 8;
 constexpr int kMultipliers = kConsumers * kWarpgroup;  // threads that hold sums
 constexpr int kWarps = kMultipliers / device::kWarpSize;
+static_assert(kWarps == gemm_config::kSigningWarps);
 
 /// This thread's sums in slot `slot`; those of the next eight rows are kMultipliers further.
 template <class Tile>

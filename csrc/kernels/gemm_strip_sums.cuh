@@ -163,9 +163,9 @@ __device__ __forceinline__ void prefetch_norm(const GemmParams& p) {
 }
 
 /// What a warp asks for first. Where a kernel ahead may still write the weight, it asks L2 for it,
-/// where that kernel's stores go, too, and copies it behind the wait, once it has asked for x. H200,
-/// one row, alone, us, without and so: int4 4096 x 4096 5.8 and 5.1, 4096 x 28672 19.1 and 17.2; fp8
-/// by bf16 7.4 and 7.0, 31.4 and 28.9.
+/// where that kernel's stores go, too, and copies it behind the wait, once it has asked for x.
+/// H200, one row, alone, us, without and so: int4 4096 x 4096 5.8 and 5.1, 4096 x 28672 19.1 and
+/// 17.2; fp8 by bf16 7.4 and 7.0, 31.4 and 28.9.
 template <class Requests>
 struct FirstRequests {
   Requests& requests;

@@ -112,7 +112,9 @@ constexpr void cut_for_expand(const Shape& shape, Config& config) {
 
 /// What blocks that share tiles leave for each other in the workspace: a slot for each block's
 /// sums, or for each tile's, and ahead of them signs that they are there.
-constexpr std::size_t kSignBytes = 132 * 8 * 4 * sizeof(std::uint64_t);  // slots, warps, segments
+constexpr std::int32_t kSigningWarps = 8, kMostSharers = 4;  // of a slot
+constexpr std::size_t kSignBytes =
+    kBlocksWanted * kSigningWarps * kMostSharers * sizeof(std::uint64_t);
 
 constexpr std::size_t shared_bytes(const Shape& shape, const Config& config) {
   const std::int64_t tiles = tiles_of(shape, config.tile_rows, config.tile_cols);

@@ -221,6 +221,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(&shared.free[i], 1);
     }
     ptx::fence_mbarrier_init();
+    ptx::prefetch_tensor_map(&launch.x.whole);
     ptx::prefetch_tensor_map(&launch.x.last);
     ptx::prefetch_tensor_map(&launch.weight);
   }
