@@ -226,7 +226,7 @@ class Sampler:
         if entries:
             at_rows, tokens, values = zip(*entries, strict=True)
             at = (self._indices(at_rows), self._indices(tokens))
-            bias.index_put_(at, torch.tensor(values, device=self._device), accumulate=True)
+            bias.index_put_(at, bias.new_tensor(values), accumulate=True)
         for own, words in banned:
             words.exclude(bias[own])
         return bias
