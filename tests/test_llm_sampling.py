@@ -71,9 +71,22 @@ def test_logprobs_are_those_of_transformers(llm: LLM, reference, count: int):
     assert output.cumulative_logprob == pytest.approx(total)
 
 
+def test_each_request_gets_the_logprobs_it_asked_for_beside_others(llm: LLM):
+    """A step has as many candidates for all rows as one of them wants."""
+    asked = [{"logprobs": 0, "prompt_logprobs": 3}, {"logprobs": 4, "prompt_logprobs": 0}]
+    params = [SamplingParams(temperature=0, max_tokens=4, **one) for one in asked]
+    for output, one in zip(llm.generate([PROMPT, PROMPT[:7]], params), asked):
+        for kind, entries in (
+            ("logprobs", output.outputs[0].logprobs),
+            ("prompt_logprobs", output.prompt_logprobs[1:]),
+        ):
+            # A token that is not among the most likely has an entry beside them.
+            assert {len(each) for each in entries} <= {max(one[kind], 1), one[kind] + 1}
+
+
 def test_logprobs_are_those_before_penalties_and_bias(llm: LLM):
     plain = run(llm, max_tokens=1, logprobs=3)
-    moved = run(llm, max_tokens=1, logprobs=3, logit_bias={7: 100.0}, repetition_penalty=2.0)
+    moved = run(llm, max_tokens=1, logprobs=3, logit_bias={7: 100}, repetition_penalty=2.0)
     assert moved.token_ids == [7]
     for token, entry in plain.logprobs[0].items():
         assert moved.logprobs[0][token].logprob == pytest.approx(entry.logprob, abs=1e-4)

@@ -231,7 +231,7 @@ class Core:
             if (sequence := self._sequences.get(row_seq_ids[row])) is None:
                 continue
             try:
-                sequence.request.add_prompt_logprobs(result.candidates(row))
+                sequence.request.add_prompt_logprobs(result, row)
             except Exception as error:
                 self._end(sequence.request, "error", error, delivery.ended())
 
@@ -248,7 +248,8 @@ class Core:
                 sequence.stamp(now)
                 continue
             try:
-                candidates = result.candidates(row) if sequence.wants_logprobs else None
+                count = sequence.num_logprobs
+                candidates = None if count is None else result.candidates(row, count)
                 stopped = sequence.append(token, end, candidates, now)
             except Exception as error:
                 self._end(sequence.request, "error", error, delivery.ended())

@@ -92,10 +92,11 @@ class Request:
     def num_output_tokens(self) -> int:
         return sum(len(output.token_ids) for output in self.output.outputs)
 
-    def add_prompt_logprobs(self, candidates: Candidates) -> None:
+    def add_prompt_logprobs(self, result: StepResult, row: int) -> None:
         """Takes the candidates of the next prompt token; positions come in order."""
-        entries = self.output.prompt_logprobs
-        assert entries is not None
+        entries, count = self.output.prompt_logprobs, self.params.prompt_logprobs
+        assert entries is not None and count is not None
+        candidates = result.candidates(row, count)
         token = self.output.prompt_token_ids[len(entries)]
         entries.append(logprobs_of(token, candidates, self._tokenizer))
 
@@ -144,8 +145,8 @@ class Sequence:
         return self._output.token_ids
 
     @property
-    def wants_logprobs(self) -> bool:
-        return self._output.logprobs is not None
+    def num_logprobs(self) -> int | None:
+        return self.request.params.logprobs
 
     @property
     def finished(self) -> bool:

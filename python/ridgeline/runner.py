@@ -70,14 +70,16 @@ class StepResult:
         tokens: list[int] = self._tokens.tolist()
         return tokens
 
-    def candidates(self, row: int) -> Candidates:
-        """Log-probabilities of a row. Requires: its sequence asked for some."""
+    def candidates(self, row: int, count: int) -> Candidates:
+        """Log-probabilities of a row and its ``count`` most likely tokens; the step may have more,
+        for another row. Requires: its sequence asked for so many."""
         if self._host_logprobs is None:
             assert self._logprobs is not None
             logprobs, ids = self._logprobs
             self._host_logprobs = logprobs.tolist(), ids.tolist()
         all_logprobs, all_ids = self._host_logprobs
-        return Candidates(all_logprobs[row][0], all_ids[row][1:], all_logprobs[row][1:])
+        top = slice(1, 1 + count)
+        return Candidates(all_logprobs[row][0], all_ids[row][top], all_logprobs[row][top])
 
 
 class Runner:
