@@ -18,6 +18,7 @@ from ridgeline import LLM, SamplingParams
 from ridgeline._C import FairLock
 from ridgeline.core import Core
 from ridgeline.request import Request, Sequence
+from ridgeline.sampler import Sampler
 from tiny_model import one_thread  # noqa: F401
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -57,10 +58,11 @@ def llm(shared: LLM):
         ("", "prompt"),
         ([1, tiny_model.VOCAB], rf"{tiny_model.VOCAB}"),
         ([1, -1], "-1"),
+        ([1, 2**63], "expected token ids, got one of over 64 bits"),
         (tiny_model.prompt_of(64), "64"),
         (tiny_model.prompt_of(1000), "1000.*64"),
     ],
-    ids=["no tokens", "no text", "above the vocabulary", "negative", "no room left", "too long"],
+    ids=["none", "no text", "above the vocabulary", "negative", "huge", "no room left", "too long"],
 )
 def test_a_prompt_that_cannot_be_served_is_refused(llm: LLM, prompt: Any, message: str):
     good = tiny_model.prompt_of(5)
@@ -377,6 +379,34 @@ def test_an_interrupt_between_scheduling_and_running_loses_no_token(llm: LLM, mo
     tokens += [token for piece in stream for token in piece.token_ids]
     assert tokens == expected
     assert llm.stats().used_blocks == llm.stats().in_flight == 0
+
+
+class InterruptedAdd:
+    """A scheduler behind whose ``add`` an interrupt arrives."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def add(self, *args: Any, **options: Any) -> None:
+        self._scheduler.add(*args, **options)
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_an_interrupt_while_requests_are_queued_leaves_none(llm: LLM, monkeypatch, added: bool):
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    core = llm._parts.core
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if added:
+            patch.setattr(core, "scheduler", InterruptedAdd(core.scheduler))
+        else:
+            patch.setattr(Sampler, "add", interrupt)
+        llm.generate([[1, 2], [3, 4]], SamplingParams(n=2, logprobs=1))
 
 
 @pytest.mark.parametrize("at", [0, 3, 11])

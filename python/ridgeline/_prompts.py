@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -88,7 +89,11 @@ def _ids(item: Sequence[int], index: int) -> list[int]:
         tokens = list(item)
         if isinstance(item, _NO_TOKENS) or bool in map(type, tokens):
             raise TypeError
-        return [token.__index__() for token in tokens]
+        ids = [token.__index__() for token in tokens]
+        array("q", ids)
+        return ids
+    except OverflowError:
+        raise ValueError(f"prompt {index}: expected token ids, got one of over 64 bits") from None
     except (TypeError, AttributeError):
         raise TypeError(
             f"prompt {index} must be text or a list of integers, got {item!r}"

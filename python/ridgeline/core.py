@@ -8,19 +8,17 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
+from contextlib import suppress
 from typing import Any
 
 from ridgeline._C import engine
 from ridgeline.metrics import Meter
 from ridgeline.outputs import StreamOutput
-from ridgeline.request import Delivery, Request, Sequence, SequenceIds
+from ridgeline.request import SEEDS, Delivery, Request, Sequence, SequenceIds, own_seed
 from ridgeline.runner import Runner, StepResult
 from ridgeline.sampling_params import SamplingParams
 from ridgeline.tokenizer import Tokenizer
 from ridgeline.trace import Recorder
-
-_SEEDS = 2**63
-_MIX = 0x9E3779B97F4A7C15
 
 
 class Core:
@@ -87,13 +85,13 @@ class Core:
         params.check_for(self._vocab_size, has_tokenizer=self._tokenizer is not None)
         spelled = [] if self._tokenizer is None else self._tokenizer.spellings(params.bad_words)
         banned = [ids for ids in spelled if max(ids) < self._vocab_size]  # others cannot come
-        seed = self._seeds.randrange(_SEEDS) if params.seed is None else params.seed
+        seed = self._seeds.randrange(SEEDS) if params.seed is None else params.seed
         arrival = self._clock()
         now = int(arrival * 1e6)
         seq_ids = self._ids.take(params.n)
         arguments: dict[str, Any] = {
-            "max_tokens": self._max_model_len if params.max_tokens is None else params.max_tokens,
-            "min_tokens": params.min_tokens,
+            "max_tokens": min(params.max_tokens or self._max_model_len, self._max_model_len),
+            "min_tokens": min(params.min_tokens, self._max_model_len),
             "stop_token_ids": params.stop_token_ids,
             "ignore_eos": params.ignore_eos,
             "prompt_logprobs": params.prompt_logprobs is not None,
@@ -101,30 +99,38 @@ class Core:
             "now": now,
             "deadline": None if deadline is None else now + int(deadline * 1e6),
         }
-        try:
-            self.scheduler.add(seq_ids, token_ids, **arguments)
-        except Exception:
-            self._ids.give_back(seq_ids)
-            raise
         request = Request(
             str(self._num_requests), prompt, token_ids, params, seq_ids, updates,
             prompt_index=prompt_index, tokenizer=self._tokenizer, arrival_time=arrival,
             streams=streams,
         )  # fmt: skip
         self._num_requests += 1
-        self._requests[request.output.request_id] = request
-        self._unscheduled[seq_ids[0]] = request
+        request_id = request.output.request_id
         blocked = tuple(params.stop_token_ids) + (() if params.ignore_eos else self._eos)
-        for sequence in request.sequences:
-            self._sequences[sequence.seq_id] = sequence
-            # The n outputs differ by their seeds, the first one has the request's own.
-            own_seed = (seed + sequence.index * _MIX) % _SEEDS
-            self._runner.sampling.add(sequence.seq_id, params, own_seed, token_ids, blocked, banned)
-        if self._recorder is not None:
-            self._recorder.added(
-                request.output.request_id, seq_ids=seq_ids, prompt=token_ids, **arguments
-            )
+        try:
+            self._requests[request_id] = self._unscheduled[seq_ids[0]] = request
+            for i, seq_id in enumerate(seq_ids):
+                self._sequences[seq_id] = request.sequences[i]
+                own = own_seed(seed, i)
+                self._runner.sampling.add(seq_id, params, own, token_ids, blocked, banned)
+            self.scheduler.add(seq_ids, token_ids, **arguments)
+            if self._recorder is not None:
+                self._recorder.added(request_id, seq_ids=seq_ids, prompt=token_ids, **arguments)
+        except BaseException:  # refused, or an interrupt
+            self._withdraw(request_id, seq_ids)
+            raise
         return request
+
+    def _withdraw(self, request_id: str, seq_ids: list[int]) -> None:
+        """Forgets a request that was not queued, or not quite."""
+        for seq_id in seq_ids:
+            with suppress(ValueError):  # the scheduler does not have it
+                self._finish(seq_id, "abort")
+            self._sequences.pop(seq_id, None)
+            self._runner.sampling.remove(seq_id)
+        self._unscheduled.pop(seq_ids[0], None)
+        self._requests.pop(request_id, None)
+        self._ids.give_back(seq_ids)
 
     def abort(self, request_id: str, reason: str = "abort", error: Exception | None = None) -> bool:
         """Ends a request now and frees its blocks; False if it is not running any more."""
@@ -213,10 +219,9 @@ class Core:
                 request = self._unscheduled.pop(seq_id, None)
                 if request is not None:
                     request.output.metrics.first_scheduled_time = start
-        outputs = self.scheduler.commit(batch, tokens)
+        self._delivery = Delivery(self.scheduler.commit(batch, tokens), result, now)
         if self._recorder is not None:
             self._recorder.committed(batch, tokens)
-        self._delivery = Delivery(outputs, result, now)
         self._take_prompt_rows(batch, self._delivery)
         self._take(self._delivery)
         self._delivery = None
@@ -248,9 +253,7 @@ class Core:
                 sequence.stamp(now)
                 continue
             try:
-                count = sequence.num_logprobs
-                candidates = None if count is None else result.candidates(row, count)
-                stopped = sequence.append(token, end, candidates, now)
+                stopped = sequence.append(token, end, sequence.candidates(result, row), now)
             except Exception as error:
                 self._end(sequence.request, "error", error, delivery.ended())
                 continue

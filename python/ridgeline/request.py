@@ -21,6 +21,9 @@ from ridgeline.tokenizer import Detokenizer, StopStrings, Tokenizer
 if TYPE_CHECKING:
     from ridgeline.runner import StepResult
 
+SEEDS = 2**63
+_MIX = 0x9E3779B97F4A7C15
+
 Output = tuple[int, int, int, str | None]
 """Of a commit: sequence id, token, row, and why the sequence ended, if it did."""
 
@@ -144,9 +147,10 @@ class Sequence:
     def token_ids(self) -> list[int]:
         return self._output.token_ids
 
-    @property
-    def num_logprobs(self) -> int | None:
-        return self.request.params.logprobs
+    def candidates(self, result: StepResult, row: int) -> Candidates | None:
+        """The log-probabilities that the output's parameters ask of a row."""
+        count = self.request.params.logprobs
+        return None if count is None else result.candidates(row, count)
 
     @property
     def finished(self) -> bool:
@@ -252,6 +256,11 @@ class SequenceIds:
 
     def retire(self, seq_id: int) -> None:
         self._retired.append((self.scheduled, seq_id))
+
+
+def own_seed(seed: int, index: int) -> int:
+    """The n outputs of a request differ by their seeds; the first one has the request's own."""
+    return (seed + index * _MIX) % SEEDS
 
 
 def _ignore(time: float) -> None:
