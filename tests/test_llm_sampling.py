@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -302,7 +304,12 @@ def test_penalties_do_not_reach_the_neighbours(llm: LLM):
         ("top_p", 1.01, r"top_p must be .*in \(0, 1\], got 1.01"),
         ("top_k", -2, "top_k must be at least -1, got -2"),
         ("min_p", 1.5, r"min_p must be .*in \[0, 1\], got 1.5"),
-        ("n", 0, "n must be at least 1, got 0"),
+        ("temperature", 1e39, r"temperature must be finite .*, got 1e\+39, in float32 inf"),
+        ("top_p", 1e-46, r"top_p must be .*in \(0, 1\], got 1e-46, in float32 0"),
+        ("repetition_penalty", 10**400, "repetition_penalty must be finite"),
+        ("logit_bias", {1: -1e39}, r"logit_bias\[1\] must be finite"),
+        ("n", 0, "n must be from 1 to 16384, got 0"),
+        ("n", 10**12, "n must be from 1 to 16384, got 1000000000000"),
         ("max_tokens", 0, "max_tokens must be at least 1, got 0"),
         ("max_tokens", -3, "max_tokens must be at least 1, got -3"),
         ("min_tokens", -1, "min_tokens must be at least 0, got -1"),
@@ -323,6 +330,22 @@ def test_penalties_do_not_reach_the_neighbours(llm: LLM):
 def test_a_value_out_of_range_is_refused(field: str, value: Any, message: str):
     with pytest.raises(ValueError, match=message):
         SamplingParams(**{field: value})
+
+
+def test_numbers_of_other_types_mean_the_same(llm: LLM):
+    own: dict[str, Any] = {"n": 2, "seed": 5, "top_k": 9, "temperature": 0.5, "max_tokens": 7}
+    other = {
+        "n": np.int8(2), "seed": np.int64(5), "top_k": np.uint8(9), "temperature": Fraction(1, 2),
+        "max_tokens": np.uint64(7),
+    }  # fmt: skip
+    outputs = [llm.generate(PROMPT, SamplingParams(**p))[0].outputs for p in (own, other)]
+    assert [c.token_ids for c in outputs[0]] == [c.token_ids for c in outputs[1]]
+    assert SamplingParams(**other) == SamplingParams(**own)
+
+
+def test_more_tokens_than_fit_in_64_bits_are_as_many_as_the_context_holds(llm: LLM):
+    prompt = tiny_model.prompt_of(llm.max_model_len - 5)
+    assert len(run(llm, prompt, max_tokens=2**70, min_tokens=2**65).token_ids) == 5
 
 
 @pytest.mark.parametrize(

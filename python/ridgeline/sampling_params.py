@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
 MAX_LOGPROBS = 20
+_MAX_N = 2**14
 _MAX_SEED = 2**63
 
 
@@ -16,7 +18,8 @@ class SamplingParams:
     """Choice and end of the tokens of one request. Every value is checked at construction.
 
     Attributes:
-        n: how many outputs are sampled for the prompt; they share its computation.
+        n: how many outputs are sampled for the prompt; they share its computation. No more than
+            the ``LLM``'s ``max_num_seqs``.
         temperature: 0 takes the most likely token (ties: the lowest id); otherwise logits are
             divided by it.
         top_k: only the k most likely tokens are candidates; 0 or -1: all.
@@ -74,23 +77,28 @@ class SamplingParams:
         set_field(self, "bad_words", _strings("bad_words", self.bad_words))
         set_field(self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids))
         set_field(self, "logit_bias", _bias(self.logit_bias))
-        _integer("n", self.n, low=1)
-        _integer("top_k", self.top_k, low=-1)
-        _integer("min_tokens", self.min_tokens, low=0)
         for name, low, high in (
+            ("n", 1, _MAX_N),
+            ("top_k", -1, None),
+            ("min_tokens", 0, None),
             ("max_tokens", 1, None),
             ("seed", 0, _MAX_SEED - 1),
             ("logprobs", 0, MAX_LOGPROBS),
             ("prompt_logprobs", 0, MAX_LOGPROBS),
         ):
-            if getattr(self, name) is not None:
-                _integer(name, getattr(self, name), low=low, high=high)
-        _real("temperature", self.temperature, "at least 0", lambda v: v >= 0)
-        _real("top_p", self.top_p, "in (0, 1]", lambda v: 0 < v <= 1)
-        _real("min_p", self.min_p, "in [0, 1]", lambda v: 0 <= v <= 1)
-        _real("presence_penalty", self.presence_penalty, "in [-2, 2]", lambda v: -2 <= v <= 2)
-        _real("frequency_penalty", self.frequency_penalty, "in [-2, 2]", lambda v: -2 <= v <= 2)
-        _real("repetition_penalty", self.repetition_penalty, "above 0", lambda v: v > 0)
+            value = getattr(self, name)
+            if value is not None or name in ("n", "top_k", "min_tokens"):
+                set_field(self, name, _integer(name, value, low=low, high=high))
+        reals: tuple[tuple[str, str, Callable[[float], bool]], ...] = (
+            ("temperature", "at least 0", lambda v: v >= 0),
+            ("top_p", "in (0, 1]", lambda v: 0 < v <= 1),
+            ("min_p", "in [0, 1]", lambda v: 0 <= v <= 1),
+            ("presence_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2),
+            ("frequency_penalty", "in [-2, 2]", lambda v: -2 <= v <= 2),
+            ("repetition_penalty", "above 0", lambda v: v > 0),
+        )
+        for name, limit, accepts in reals:
+            set_field(self, name, _real(name, getattr(self, name), limit, accepts))
         for name in ("ignore_eos", "skip_special_tokens", "detokenize"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -117,19 +125,27 @@ class SamplingParams:
                 raise ValueError(f"{name} need a tokenizer, and the model has none")
 
 
-def _integer(name: str, value: object, *, low: int, high: int | None = None) -> None:
+def _integer(name: str, value: object, *, low: int, high: int | None = None) -> int:
     if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
     if int(value) < low or (high is not None and int(value) > high):
         limit = f"at least {low}" if high is None else f"from {low} to {high}"
         raise ValueError(f"{name} must be {limit}, got {value}")
+    return int(value)
 
 
-def _real(name: str, value: object, limit: str, accepts: Callable[[float], bool]) -> None:
+def _real(name: str, value: object, limit: str, accepts: Callable[[float], bool]) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
-    if not (math.isfinite(value) and accepts(float(value))):
-        raise ValueError(f"{name} must be finite and {limit}, got {value}")
+    # The sampler's numbers are float32, in which small ones are 0 and large ones infinite.
+    try:
+        number = float(value)
+        (kept,) = struct.unpack("f", struct.pack("f", number))
+    except OverflowError:
+        kept = number = math.inf
+    if not (math.isfinite(kept) and accepts(number) and accepts(kept)):
+        raise ValueError(f"{name} must be finite and {limit}, got {value}, in float32 {kept:g}")
+    return number
 
 
 def _strings(name: str, value: object) -> tuple[str, ...]:
@@ -148,9 +164,7 @@ def _token_ids(name: str, value: object) -> tuple[int, ...]:
         return ()
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"{name} must be a list of token ids, got {value!r}")
-    for token in value:
-        _integer(f"each of {name}", token, low=0)
-    return tuple(value)
+    return tuple(_integer(f"each of {name}", token, low=0) for token in value)
 
 
 def _bias(value: Mapping[int, float] | None) -> dict[int, float]:
@@ -158,7 +172,9 @@ def _bias(value: Mapping[int, float] | None) -> dict[int, float]:
         return {}
     if not isinstance(value, Mapping):
         raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}")
-    for token, bias in value.items():
-        _integer("each token of logit_bias", token, low=0)
-        _real(f"logit_bias[{token}]", bias, "a number", lambda v: True)
-    return dict(value)
+    return {
+        _integer("each token of logit_bias", token, low=0): _real(
+            f"logit_bias[{token}]", bias, "a number", lambda v: True
+        )
+        for token, bias in value.items()
+    }
