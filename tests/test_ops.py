@@ -126,6 +126,35 @@ def test_refuses(case: OpCase, error: Error, dtype: torch.dtype, device: str) ->
             assert same_bits(value, kept[name]), f"a refused {case.name} changed {name}"
 
 
+def tensors_of(case: OpCase) -> tuple[dict[str, Any], list[str]]:
+    """The first sample on the CPU, and which of its arguments are tensors."""
+    inputs = first_full_sample(case).make(context_for("cpu", case.dtypes[0]))
+    return inputs, [name for name, value in inputs.items() if isinstance(value, Tensor)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_refuses_meta_beside_another_device(case: OpCase) -> None:
+    inputs, names = tensors_of(case)
+    for name in names:
+        mixed = inputs | {name: inputs[name].to("meta")}
+        if len(names) == 1 and "weight" not in inputs:
+            assert all(y.is_meta for y in as_tuple(case.op(**mixed)))
+        else:
+            with pytest.raises(ValueError, match="expected on the device of .*meta"):
+                case.op(**mixed)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_refuses_by_name_what_is_no_tensor_or_has_no_dimension(case: OpCase) -> None:
+    inputs, names = tensors_of(case)
+    required = {"weight", "weight_scale", "k", "v", "k_cache", "slots"}
+    for name in names:
+        number = torch.zeros((), dtype=inputs[name].dtype)
+        for other in [number] * (not name.endswith("scale")) + [None] * (name in required):
+            with pytest.raises(ValueError, match=f"{name}: expected .*got"):
+                case.op(**inputs | {name: other})
+
+
 class _RecordCalls(TorchDispatchMode):
     """Keeps the ridgeline ops called, with their arguments as they were before the call."""
 

@@ -13,6 +13,7 @@ struct Cpu {
   static constexpr bool kIsCuda = false;
 
   Cpu(const Tensor& anchor, const char* name) {
+    Expect(anchor, name);
     check(anchor.is_cpu(), name, ": expected a CPU tensor beside the other CPU tensors");
   }
 };

@@ -21,6 +21,7 @@ class Cuda {
 
  private:
   static std::int32_t device_of(const Tensor& anchor, const char* name) {
+    Expect(anchor, name);
     check(anchor.is_cuda(), name, ": expected a CUDA tensor beside the other CUDA tensors");
     return anchor.get_device_index();
   }

@@ -26,6 +26,7 @@ inline GroupedGemmParams grouped_params(const Tensor& x, DType dtype, const Opti
                                         const GroupedWeight& weight,
                                         const GroupedOptions& options) {
   Expect(x, "x").dim(2).last_dim_contiguous();
+  Expect(options.offsets, "offsets").dtype(DType::kInt32).on_device_of(x, "x").contiguous();
   const auto [experts, N, K, stride_expert, stride_scales, first] = weight;
   const OptionalTensor none;
   GemmOptions plain{.bias = none,
@@ -40,7 +41,6 @@ inline GroupedGemmParams grouped_params(const Tensor& x, DType dtype, const Opti
                            .stride_scales = stride_scales,
                            .offsets = static_cast<const std::int32_t*>(options.offsets.data_ptr()),
                            .x_rows = x.size(0)};
-  Expect(options.offsets, "offsets").dtype(DType::kInt32).on_device_of(x, "x").contiguous();
   Expect(options.offsets, "offsets").shape({experts + 1});
   std::int64_t count = x.size(0);
   if (options.rows) {

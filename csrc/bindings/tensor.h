@@ -76,7 +76,9 @@ constexpr std::int64_t kAny = -1;  // any size, in Expect::shape
 ///   Expect(weight, "weight").on_device_of(x, "x").dtype(DType::kBFloat16).shape({cols});
 class Expect {
  public:
-  Expect(const Tensor& tensor, const char* name) : tensor_(tensor), name_(name) {}
+  Expect(const Tensor& tensor, const char* name) : tensor_(tensor), name_(name) {
+    check(tensor.defined(), name, ": expected a tensor, got None");
+  }
 
   const Expect& dim(std::int64_t expected) const {
     check(tensor_.dim() == expected, name_, ": expected ", expected, " dimensions, got shape ",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -26,18 +26,26 @@ def debug_checks(enabled: bool = True) -> Iterator[None]:
         _enabled.reset(token)
 
 
-def check_ids(name: str, ids: Tensor | None, low: int, high: int) -> None:
+def check_ids(
+    name: str, ids: Tensor | None, high: Callable[[], int], low: Callable[[], int] = int
+) -> None:
     """Under :func:`debug_checks`, refuses a CUDA tensor with a value outside [low, high).
+
+    The limits are asked for only then: they are sizes of tensors that the op has yet to check.
 
     Raises:
         ValueError: names the tensor, the range and the first value outside it.
     """
-    if ids is None or not ids.is_cuda or torch.compiler.is_compiling():
+    if not isinstance(ids, Tensor) or not ids.is_cuda or torch.compiler.is_compiling():
         return  # the CPU ops check for themselves; a compiled graph cannot raise on contents
     if not _enabled.get() or ids.numel() == 0:
         return
-    outside = ((ids < low) | (ids >= high)).flatten()
+    try:
+        first, end = low(), high()
+    except IndexError:
+        return  # the op says which tensor has too few dimensions
+    outside = ((ids < first) | (ids >= end)).flatten()
     if bool(outside.any()):
         index = int(outside.int().argmax())
         value = int(ids.flatten()[index])
-        raise ValueError(f"{name}: expected values in [{low}, {high}), got {value} at {index}")
+        raise ValueError(f"{name}: expected values in [{first}, {end}), got {value} at {index}")

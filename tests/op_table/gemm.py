@@ -533,6 +533,8 @@ INT8 = OpCase(
               weight_scale=_small(8), dtype=torch.bfloat16),
         Error(r"x_scale.*2 .one a row.*\[2, 2\]", x=codes(2, 272), weight=codes(8, 272),
               x_scale=_positive(2, 2), weight_scale=_small(8), dtype=torch.bfloat16),
+        Error(r"^norm_weight.*\[64\].*\[32\]", x=normal(2, 64), weight=codes(8, 64),
+              weight_scale=_small(8), norm_weight=normal(32), dtype=torch.bfloat16),
         Error(r"weight.*at most 131071.*131072", x=codes(1, 131072), weight=codes(1, 131072),
               x_scale=_positive(1), weight_scale=_small(1), dtype=torch.bfloat16),
     ],

@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
 from ridgeline.ops._out_quant import OutQuant, quantised_like, written
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
@@ -91,22 +92,22 @@ def _half(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-@torch.library.register_fake("ridgeline::bias_gelu")
+@register_fake("bias_gelu")
 def _(x: Tensor, bias: Tensor, approximate: str, weights_ready: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("ridgeline::silu_mul")
+@register_fake("silu_mul")
 def _(x: Tensor) -> Tensor:
     return _half(x)
 
 
-@torch.library.register_fake("ridgeline::silu_mul_quant")
+@register_fake("silu_mul_quant")
 def _(x: Tensor, out_quant: str) -> tuple[Tensor, Tensor]:
     return quantised_like(_half(x), out_quant)
 
 
-@torch.library.register_fake("ridgeline::gelu_mul")
+@register_fake("gelu_mul")
 def _(x: Tensor, approximate: str) -> Tensor:
     return _half(x)
 

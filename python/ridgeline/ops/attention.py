@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from ridgeline._debug import check_ids
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
@@ -31,7 +32,10 @@ _ops = torch.ops.ridgeline
 
 
 def _scale(scale: float | None, q: Tensor) -> float:
-    return 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    if scale is not None:
+        return scale
+    head_dim = q.shape[-1] if q.dim() else 0
+    return 1.0 / math.sqrt(head_dim) if head_dim else 0.0  # no size at all is refused later
 
 
 def _window(window: int | None) -> int:
@@ -114,8 +118,8 @@ def attention_varlen(
     Raises:
         ValueError: as :func:`attention`; offsets that descend or pass the end (CPU, debug checks).
     """
-    check_ids("cu_q", cu_q, 0, q.shape[0] + 1)
-    check_ids("cu_k", cu_k, 0, k.shape[0] + 1)
+    check_ids("cu_q", cu_q, lambda: q.shape[0] + 1)
+    check_ids("cu_k", cu_k, lambda: k.shape[0] + 1)
     out, lse = _ops.attention_varlen(
         q, k, v, cu_q, cu_k, max_q, max_k, sinks, causal, _scale(scale, q), _window(window), softcap
     )
@@ -195,9 +199,9 @@ def paged_attention(
         raise ValueError(f"plan: expected None, got {type(plan).__name__}")
     if max_q is not None and max_q < 1:
         raise ValueError(f"max_q: expected None or at least 1, got {max_q}")
-    check_ids("block_tables", block_tables, 0, k_cache.shape[0])
-    check_ids("seq_lens", seq_lens, 0, block_tables.shape[-1] * k_cache.shape[1] + 1)
-    check_ids("cu_q", cu_q, 0, q.shape[0] + 1)
+    check_ids("block_tables", block_tables, lambda: k_cache.shape[0])
+    check_ids("seq_lens", seq_lens, lambda: block_tables.shape[-1] * k_cache.shape[1] + 1)
+    check_ids("cu_q", cu_q, lambda: q.shape[0] + 1)
     out, lse = _ops.paged_attention(
         q, k_cache, v_cache, block_tables, seq_lens, cu_q, max_q or 0, k_start, q_scale,
         k_scale, v_scale, sinks, causal, _scale(scale, q), _window(window), softcap, shared_blocks,
@@ -259,23 +263,23 @@ def _packed(q: Tensor) -> tuple[Tensor, Tensor]:
     return out, q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
 
 
-@torch.library.register_fake("ridgeline::attention")
+@register_fake("attention")
 def _(q, k, v, sinks, causal, scale, window, softcap):  # type: ignore[no-untyped-def]
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
 
 
-@torch.library.register_fake("ridgeline::attention_varlen")
+@register_fake("attention_varlen")
 def _(q, *rest):  # type: ignore[no-untyped-def]
     return _packed(q)
 
 
-@torch.library.register_fake("ridgeline::paged_attention")
+@register_fake("paged_attention")
 def _(q, *rest):  # type: ignore[no-untyped-def]
     return _packed(q)
 
 
-@torch.library.register_fake("ridgeline::merge_attention")
+@register_fake("merge_attention")
 def _(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(out_a), torch.empty_like(lse_a)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ridgeline._debug import check_ids
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
@@ -49,15 +50,18 @@ def embed(
 
     Source: ``torch.nn.functional.embedding``; the scale is Gemma's.
     """
-    last = 0 if last_tokens is None else last_tokens.shape[0]
-    check_ids("ids", ids, -last, weight.shape[0])
+
+    def least() -> int:
+        return 0 if last_tokens is None else -last_tokens.shape[0]
+
+    check_ids("ids", ids, lambda: weight.shape[0], least)
     if position_weight is not None:
-        check_ids("positions", positions, 0, position_weight.shape[0])
+        check_ids("positions", positions, lambda: position_weight.shape[0])
     out = _ops.embed(ids, weight, last_tokens, scale, positions, position_weight, inputs_ready)
     return inference_only(out, "embed", weight, position_weight)
 
 
-@torch.library.register_fake("ridgeline::embed")
+@register_fake("embed")
 def _(ids: Tensor, weight: Tensor, *args: object) -> Tensor:
     return weight.new_empty((ids.shape[0], weight.shape[1]))
 

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
 from ridgeline.ops.int4_weight import Int4Weight
 from ridgeline.ops.norm import rmsnorm
@@ -168,7 +169,7 @@ def empty_output(x: Tensor, N: int, activation: str, dtype: torch.dtype) -> Tens
     return x.new_empty((*x.shape[:-1], columns), dtype=dtype)
 
 
-@torch.library.register_fake("ridgeline::linear")
+@register_fake("linear")
 def _(
     x: Tensor,
     weight: Tensor,
@@ -183,7 +184,7 @@ def _(
     return empty_output(x, weight.shape[0], activation, x.dtype)
 
 
-@torch.library.register_fake("ridgeline::int4_linear")
+@register_fake("int4_linear")
 def _(
     x: Tensor,
     packed: Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
 from ridgeline.ops.gemm import UNITS, empty_output, product_cost
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
@@ -83,7 +84,7 @@ def fp8_linear(
     return inference_only(out, "fp8_linear", x, bias, residual)
 
 
-@torch.library.register_fake("ridgeline::fp8_linear")
+@register_fake("fp8_linear")
 def _(
     x: Tensor,
     weight: Tensor,

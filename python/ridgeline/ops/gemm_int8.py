@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
 from ridgeline.ops.gemm import empty_output, product_cost
 from ridgeline.ops.norm import rmsnorm
@@ -65,6 +66,9 @@ def int8_linear(
     if is_int8 and norm_weight is not None:
         raise ValueError("norm_weight: expected None for x of int8, got a tensor")
     if norm_weight is not None:
+        if norm_weight.shape != x.shape[-1:]:
+            wanted, got = list(x.shape[-1:]), list(norm_weight.shape)
+            raise ValueError(f"norm_weight: expected shape {wanted}, got {got}")
         codes, scale = rmsnorm(
             x, norm_weight, norm_eps, out_quant="int8", weights_ready=weights_ready
         )
@@ -85,7 +89,7 @@ def int8_linear(
     return inference_only(y, "int8_linear", x, bias, residual)
 
 
-@torch.library.register_fake("ridgeline::int8_linear")
+@register_fake("int8_linear")
 def _(
     x: Tensor,
     weight: Tensor,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
 from ridgeline.ops.int4_weight import Int4Weight
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
@@ -207,7 +208,7 @@ def _rows_of(x: Tensor, rows: Tensor | None) -> int:
     return (x if rows is None else rows).shape[0]
 
 
-@torch.library.register_fake("ridgeline::grouped_linear")
+@register_fake("grouped_linear")
 def _(
     x: Tensor,
     weight: Tensor,
@@ -220,7 +221,7 @@ def _(
     return x.new_empty(_rows_of(x, rows), columns)
 
 
-@torch.library.register_fake("ridgeline::grouped_fp8_linear")
+@register_fake("grouped_fp8_linear")
 def _(
     x: Tensor,
     weight: Tensor,
@@ -236,7 +237,7 @@ def _(
     return x.new_empty(_rows_of(x, rows), columns, dtype=getattr(torch, out_dtype))
 
 
-@torch.library.register_fake("ridgeline::grouped_int4_linear")
+@register_fake("grouped_int4_linear")
 def _(
     x: Tensor,
     packed: Tensor,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ridgeline._debug import check_ids
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import refuse_in_place
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
@@ -33,7 +34,7 @@ def rope(
 
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
-    check_ids("positions", positions, 0, cos_sin.shape[0])
+    check_ids("positions", positions, lambda: cos_sin.shape[0])
     refuse_in_place("rope", q, k)
     _ops.rope(q, k, positions, cos_sin, interleaved)
 
@@ -66,7 +67,7 @@ def write_kv(
         ValueError: dtype, device or shape differ from the above. A slot outside the cache is an
             error on the CPU and under ``debug_checks()``; otherwise CUDA writes nothing for it.
     """
-    check_ids("slots", slots, 0, k_cache.shape[0] * k_cache.shape[1])
+    check_ids("slots", slots, lambda: k_cache.shape[0] * k_cache.shape[1])
     refuse_in_place("write_kv", k, v)
     _ops.write_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale)
 
@@ -103,8 +104,8 @@ def rope_write_kv(
     Raises:
         ValueError: as :func:`rope` and :func:`write_kv`.
     """
-    check_ids("positions", positions, 0, cos_sin.shape[0])
-    check_ids("slots", slots, 0, k_cache.shape[0] * k_cache.shape[1])
+    check_ids("positions", positions, lambda: cos_sin.shape[0])
+    check_ids("slots", slots, lambda: k_cache.shape[0] * k_cache.shape[1])
     refuse_in_place("rope_write_kv", q, k, v)
     _ops.rope_write_kv(
         q,
@@ -143,26 +144,26 @@ def copy_blocks(
             outside the cache (CUDA: under ``debug_checks()``, otherwise the pair is skipped) and
             for a destination given twice or among the sources (CUDA: its contents are undefined).
     """
-    check_ids("pairs", pairs, 0, k_cache.shape[0])
+    check_ids("pairs", pairs, lambda: k_cache.shape[0])
     _ops.copy_blocks(k_cache, v_cache, pairs, k_scale, v_scale)
 
 
-@torch.library.register_fake("ridgeline::rope")
+@register_fake("rope")
 def _(*args: object) -> None:
     return None
 
 
-@torch.library.register_fake("ridgeline::write_kv")
+@register_fake("write_kv")
 def _(*args: object) -> None:
     return None
 
 
-@torch.library.register_fake("ridgeline::rope_write_kv")
+@register_fake("rope_write_kv")
 def _(*args: object) -> None:
     return None
 
 
-@torch.library.register_fake("ridgeline::copy_blocks")
+@register_fake("copy_blocks")
 def _(*args: object) -> None:
     return None
 

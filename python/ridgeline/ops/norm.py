@@ -7,6 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only, refuse_in_place
 from ridgeline.ops._out_quant import OutQuant, quantised_like, written
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
@@ -199,26 +200,26 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-@torch.library.register_fake("ridgeline::rmsnorm")
+@register_fake("rmsnorm")
 def _(x: Tensor, weight: Tensor, eps: float, offset: float, weights_ready: bool) -> Tensor:
     return _like(x)
 
 
-@torch.library.register_fake("ridgeline::rmsnorm_quant")
+@register_fake("rmsnorm_quant")
 def _(
     x: Tensor, weight: Tensor, eps: float, offset: float, out_quant: str, weights_ready: bool
 ) -> tuple[Tensor, Tensor]:
     return quantised_like(x, out_quant)
 
 
-@torch.library.register_fake("ridgeline::add_rmsnorm")
+@register_fake("add_rmsnorm")
 def _(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float, weights_ready: bool
 ) -> Tensor:
     return _like(x)
 
 
-@torch.library.register_fake("ridgeline::add_rmsnorm_quant")
+@register_fake("add_rmsnorm_quant")
 def _(
     x: Tensor,
     residual: Tensor,
@@ -231,12 +232,12 @@ def _(
     return quantised_like(x, out_quant)
 
 
-@torch.library.register_fake("ridgeline::layernorm")
+@register_fake("layernorm")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, weights_ready: bool) -> Tensor:
     return _like(x)
 
 
-@torch.library.register_fake("ridgeline::layernorm_gelu")
+@register_fake("layernorm_gelu")
 def _(
     x: Tensor,
     weight: Tensor,

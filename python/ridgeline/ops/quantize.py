@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
@@ -74,13 +75,13 @@ def _scale_shape(x: Tensor, granularity: str) -> tuple[int, ...]:
     return ((x.shape[0] + _EXTENT - 1) // _EXTENT, across)
 
 
-@torch.library.register_fake("ridgeline::quantize_fp8")
+@register_fake("quantize_fp8")
 def _(x: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
     scale = x.new_empty(_scale_shape(x, granularity), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=torch.float8_e4m3fn), scale
 
 
-@torch.library.register_fake("ridgeline::quantize_int8")
+@register_fake("quantize_int8")
 def _(x: Tensor) -> tuple[Tensor, Tensor]:
     scale = x.new_empty(_scale_shape(x, "row"), dtype=torch.float32)
     return x.new_empty(x.shape, dtype=torch.int8), scale

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
@@ -54,12 +55,12 @@ def softmax(x: Tensor) -> Tensor:
     return inference_only(_ops.softmax(x), "softmax", x)
 
 
-@torch.library.register_fake("ridgeline::row_reduce")
+@register_fake("row_reduce")
 def _(x: Tensor, op: str) -> Tensor:
     return x.new_empty(x.shape[:-1], dtype=torch.int64 if op == "argmax" else x.dtype)
 
 
-@torch.library.register_fake("ridgeline::softmax")
+@register_fake("softmax")
 def _(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 

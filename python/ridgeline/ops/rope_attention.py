@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ridgeline._debug import check_ids
+from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import refuse_in_place
 from ridgeline.ops.attention import _packed, _result, _scale, _window
 from ridgeline.roofline.cost import Cost, cost_of, nbytes, op_cost
@@ -68,11 +69,11 @@ def rope_paged_attention(
     """
     if max_q is not None and max_q < 1:
         raise ValueError(f"max_q: expected None or at least 1, got {max_q}")
-    check_ids("positions", positions, 0, cos_sin.shape[0])
-    check_ids("slots", slots, 0, k_cache.shape[0] * k_cache.shape[1])
-    check_ids("block_tables", block_tables, 0, k_cache.shape[0])
-    check_ids("seq_lens", seq_lens, 0, block_tables.shape[-1] * k_cache.shape[1] + 1)
-    check_ids("cu_q", cu_q, 0, q.shape[0] + 1)
+    check_ids("positions", positions, lambda: cos_sin.shape[0])
+    check_ids("slots", slots, lambda: k_cache.shape[0] * k_cache.shape[1])
+    check_ids("block_tables", block_tables, lambda: k_cache.shape[0])
+    check_ids("seq_lens", seq_lens, lambda: block_tables.shape[-1] * k_cache.shape[1] + 1)
+    check_ids("cu_q", cu_q, lambda: q.shape[0] + 1)
     refuse_in_place("rope_paged_attention", q, k, v, sinks)
     out, lse = _ops.rope_paged_attention(
         q, k, v, positions, cos_sin, slots, interleaved, k_cache, v_cache, block_tables, seq_lens,
@@ -82,7 +83,7 @@ def rope_paged_attention(
     return _result("rope_paged_attention", out, lse, return_lse, q)
 
 
-@torch.library.register_fake("ridgeline::rope_paged_attention")
+@register_fake("rope_paged_attention")
 def _(q, *rest):  # type: ignore[no-untyped-def]
     return _packed(q)
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ridgeline._debug import check_ids
+from ridgeline.ops._fake import register_fake
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -115,7 +116,7 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Te
         ValueError: dtype, device or shape differ from the above. A token outside the vocabulary
             is an error on the CPU and under ``debug_checks()``; otherwise CUDA reads token 0.
     """
-    check_ids("tokens", tokens, 0, logits.shape[-1])
+    check_ids("tokens", tokens, lambda: logits.shape[-1])
     return _ops.top_logprobs(logits, tokens, count)
 
 
@@ -130,12 +131,12 @@ def _per_row(value: Tensor | float, dtype: torch.dtype, logits: Tensor) -> Tenso
     return torch.full((logits.shape[0],), value, dtype=dtype, device=logits.device)
 
 
-@torch.library.register_fake("ridgeline::sample")
+@register_fake("sample")
 def _(logits: Tensor, *args: object) -> Tensor:
     return logits.new_empty((logits.shape[0],), dtype=torch.int32)
 
 
-@torch.library.register_fake("ridgeline::top_logprobs")
+@register_fake("top_logprobs")
 def _(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
     shape = (logits.shape[0], 1 + count)
     return (
