@@ -67,8 +67,9 @@ def int8_linear(
         raise ValueError("norm_weight: expected None for x of int8, got a tensor")
     if norm_weight is not None:
         if norm_weight.shape != x.shape[-1:]:
-            wanted, got = list(x.shape[-1:]), list(norm_weight.shape)
-            raise ValueError(f"norm_weight: expected shape {wanted}, got {got}")
+            raise ValueError(
+                f"norm_weight: expected shape {list(x.shape[-1:])}, got {list(norm_weight.shape)}"
+            )
         codes, scale = rmsnorm(
             x, norm_weight, norm_eps, out_quant="int8", weights_ready=weights_ready
         )
