@@ -127,6 +127,11 @@ class ModelConfig:
                 f"({kv_heads})"
             )
         head_dim = values.size("head_dim", hidden // heads)
+        if head_dim % 8 or head_dim > 256:
+            raise ValueError(
+                f"the size of a head (head_dim, or hidden_size / num_attention_heads) must be a "
+                f"multiple of 8 up to 256, got {head_dim}"
+            )
         max_position = values.size("max_position_embeddings")
         layers = _layers(values, spec, head_dim, max_position)
         ropes = [layer.rope for layer in layers if layer.rope is not None]
@@ -140,7 +145,7 @@ class ModelConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             max_position=max([max_position] + [reach(rope) for rope in ropes]),
-            norm_eps=float(values.get("norm_eps", 1e-6)),
+            norm_eps=values.number("norm_eps", 1e-6),
             activation=_activation(values, spec),
             layers=layers,
             attention_softcap=float(values.own("attn_logit_softcapping") or 0),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ridgeline.models.values import ConfigValues
+from ridgeline.models.values import ConfigValues, positive
 
 _ORIGINAL = "original_max_position_embeddings"
 # Kind of scaling -> the keys it needs and those it may have.
@@ -80,7 +80,7 @@ def read_ropes(
                     f"{key} must have a number for each of {dim // 2} frequencies, "
                     f"got {len(numbers[key])}"
                 )
-        theta = float(scaling.get("rope_theta", theta))
+        theta = positive("rope_theta", scaling.get("rope_theta", theta))
         return RopeConfig(dim, theta, kind, numbers, interleaved)
 
     if not by_type:
@@ -116,6 +116,9 @@ def _scaling(
             f"rope_type {name!r} has keys that are not understood: {', '.join(unknown)}; "
             f"understood are {', '.join(_ALWAYS + required + optional)}"
         )
+    for key in required:
+        for number in numbers[key] if isinstance(numbers[key], list) else [numbers[key]]:
+            positive(key, number)
     return kind, numbers
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,13 @@ _NEUTRAL = frozenset(
     unsloth_fixed use_cache use_return_dict
     """.split()
 )
+
+
+def positive(key: str, value: object) -> float:
+    """ValueError for what is no positive number: a model would compute NaN with it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"{key} must be a positive number, got {value!r}")
+    return float(value)
 
 
 class ConfigValues:
@@ -61,6 +69,11 @@ class ConfigValues:
             key = self._names.get(name, name)
             raise ValueError(f"{key} must be a positive integer, got {value!r}")
         return value
+
+    def number(self, name: str, default: float) -> float:
+        """A positive number; null counts as left out."""
+        value = self.get(name)
+        return positive(self._names.get(name, name), default if value is None else value)
 
     def flag(self, setting: bool | str) -> bool:
         """A fixed answer, or that of the key named."""
