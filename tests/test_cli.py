@@ -96,6 +96,56 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path, c
     assert "nowhere" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--block-size", "17"], "block_size must be one of 16"),
+        (["--max-num-seqs", "0"], "max_num_seqs must be at least 1, got 0"),
+        (["--max-model-len", "100000"], "max_model_len must be at most"),
+        (["--gpu-memory-utilization", "inf"], "gpu_memory_utilization must be in (0, 1], got inf"),
+        (["--max-num-batched-tokens", "8"], "max_num_batched_tokens must be at least max_num_seqs"),
+        (["--length", "0"], "length must be at least 1, got 0"),
+    ],
+)
+def test_plan_refuses_what_the_engine_does(folder: Path, capsys, arguments, message):
+    assert main(["plan", str(folder), "--gpu-memory", "80GiB", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and message in err
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"event": "start", "version": 2}'], ":1: there is no 'machine'"),
+        (["[]"], ":1 must hold a JSON object, got []"),
+        (["5", '{"event": "schedule"}'], ":1 must hold a JSON object, got 5"),
+        ([None, '{"event": "schedule"}'], ":2: there is no 'now'"),
+        ([None, '{"event": "commit", "step": 7, "tokens": []}'], ":2: there is no 7"),
+        ([None, '{"event": "fly"}'], ":2: unknown event 'fly'"),
+    ],
+)
+def test_replay_names_the_line_of_a_broken_trace(folder, tmp_path, capsys, lines, message):
+    trace = tmp_path / "trace"
+    with LLM(folder, device="cpu", num_blocks=8, trace=trace):
+        pass
+    start = trace.read_text().splitlines()[0]
+    trace.write_text("\n".join(line or start for line in lines))
+    assert main(["replay", str(trace)]) == 2
+    assert f"{trace}{message}" in capsys.readouterr().err
+
+
+def test_a_folder_in_place_of_a_file_is_one_line_and_exit_code_2(tmp_path: Path, capsys):
+    assert main(["replay", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("ridgeline: error: ")
+
+
+def test_a_reader_that_has_enough_ends_the_command_quietly(folder: Path):
+    command = f"{sys.executable} -m ridgeline generate --model {folder} --device cpu --stream"
+    script = f"{command} --max-tokens 99 a b c | head -c 1; echo ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "a141\n" and "Error" not in done.stderr
+
+
 @pytest.mark.parametrize("arguments", [[], ["generate"], ["generate", "x"], ["fly"], ["info", "x"]])
 def test_a_wrong_command_line_shows_the_usage(capsys, arguments):
     with pytest.raises(SystemExit) as stop:

@@ -131,6 +131,8 @@ def test_params_that_do_not_fit_are_refused(llm: LLM, params: Any, error: type, 
         ({"device": "tpu"}, "device must be"),
         ({"device": "cuda:99"}, "device 'cuda:99' cannot be used"),
         ({"block_size": 24}, "block_size must be one of 16, 32.*got 24"),
+        ({"seed": 2**63}, r"seed must be below 2\*\*63, got 9223372036854775808"),
+        ({"trace": Path(__file__).parent}, "trace must be a file, got the folder"),
         ({"max_model_len": 513}, r"max_model_len must be at most .*\(512\), got 513"),
         ({"max_model_len": 0}, "max_model_len must be at least 2, got 0"),
         ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be in \(0, 1\], got 0"),
@@ -150,7 +152,17 @@ def test_an_option_out_of_range_is_refused(folder: Path, option: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    "option", [{"num_blocks": 2.5}, {"max_num_seqs": "4"}, {"seed": None}, {"enforce_eager": 1}]
+    "option",
+    [
+        {"num_blocks": 2.5},
+        {"max_num_seqs": "4"},
+        {"seed": None},
+        {"enforce_eager": 1},
+        {"block_size": 64.0},
+        {"gpu_memory_utilization": "0.9"},
+        {"latency_target": "x"},
+        {"swap_space": None},
+    ],
 )
 def test_an_option_of_the_wrong_type_is_refused(folder: Path, option: dict[str, Any]):
     with pytest.raises(TypeError, match=f"{next(iter(option))} must be"):
@@ -393,6 +405,11 @@ class InterruptedAdd:
     def add(self, *args: Any, **options: Any) -> None:
         self._scheduler.add(*args, **options)
         raise KeyboardInterrupt
+
+
+def test_the_cpu_may_have_a_number(folder: Path):
+    with LLM(folder, device="cpu:0", num_blocks=4) as llm:
+        assert len(llm.generate([1, 2], GREEDY)[0].outputs[0].token_ids) == 12
 
 
 @pytest.mark.parametrize("added", [False, True])

@@ -34,32 +34,32 @@ class EngineOptions:
     """The keyword arguments of ``LLM``, which documents them; checked here."""
 
     dtype: str
-    device: str | None
+    device: str | None = None
     block_size: int
     max_model_len: int | None
     gpu_memory_utilization: float
-    num_blocks: int | None
+    num_blocks: int | None = None
     max_num_seqs: int
     max_num_batched_tokens: int
-    enable_prefix_caching: bool
-    seed: int
+    enable_prefix_caching: bool = True
+    seed: int = 0
     quantization: str | None
     kv_cache_dtype: str
-    batch_invariant: bool
-    enforce_eager: bool
-    load_format: str
-    check_weights: bool
-    trace: Path | None
-    latency_target: float | None
-    swap_space: float
+    batch_invariant: bool = False
+    enforce_eager: bool = False
+    load_format: str = "auto"
+    check_weights: bool = False
+    trace: Path | None = None
+    latency_target: float | None = None
+    swap_space: float = 0.0
 
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, ("auto", *DTYPES))
         check_one_of("quantization", self.quantization, (None, *QUANTIZATIONS))
         check_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES))
         check_one_of("load_format", self.load_format, _LOAD_FORMATS)
-        check_one_of("block_size", self.block_size, tuple(range(16, 257, 16)))
         for name, low in (
+            ("block_size", 1),
             ("max_model_len", 2),
             ("num_blocks", 2),
             ("max_num_seqs", 1),
@@ -73,6 +73,13 @@ class EngineOptions:
                 raise TypeError(f"{name} must be an integer, got {value!r}")
             if value < low:
                 raise ValueError(f"{name} must be at least {low}, got {value}")
+        check_one_of("block_size", self.block_size, tuple(range(16, 257, 16)))
+        if self.seed >= 2**63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}")
+        for name in ("gpu_memory_utilization", "latency_target", "swap_space"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) and (value, name) != (None, "latency_target"):
+                raise TypeError(f"{name} must be a number, got {value!r}")
         for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager", "check_weights"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
@@ -86,6 +93,8 @@ class EngineOptions:
             )
         if self.trace is not None and not self.trace.parent.is_dir():
             raise FileNotFoundError(f"trace: there is no folder {self.trace.parent}")
+        if self.trace is not None and self.trace.is_dir():
+            raise ValueError(f"trace must be a file, got the folder {self.trace}")
         if not 0 <= self.swap_space < float("inf"):
             raise ValueError(f"swap_space must be at least 0, got {self.swap_space}")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -93,6 +102,17 @@ class EngineOptions:
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), "
                 f"got {self.max_num_batched_tokens}"
             )
+
+    def context(self, config: ModelConfig) -> int:
+        """The most tokens of a sequence of this model."""
+        if self.max_model_len is None:
+            return config.max_position
+        if self.max_model_len > config.max_position:
+            raise ValueError(
+                f"max_model_len must be at most the model's max_position_embeddings "
+                f"({config.max_position}), got {self.max_model_len}"
+            )
+        return self.max_model_len
 
 
 @dataclass
@@ -145,7 +165,7 @@ def build(
         if gguf is not None or config.stored_format is not None:
             stored = file_bytes(path or folder)
     dtype = pick_dtype(options.dtype, config, device)
-    max_model_len = _max_model_len(options, config)
+    max_model_len = options.context(config)
     made = None if folder is None or gguf is not None else QuantizedCheckpoint.of_folder(folder)
     told = None if made is None else made.warning()
     if told is not None:
@@ -223,7 +243,7 @@ def pick_device(name: str | None) -> torch.device:
         if index >= count:
             raise ValueError(f"device {name!r} cannot be used: this machine has {count} GPUs")
         return torch.device("cuda", index)
-    return device
+    return torch.device("cpu")  # "cpu:0", which safetensors does not know, is the same
 
 
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
@@ -236,17 +256,6 @@ def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dt
             'dtype "float32" runs on the CPU only: on CUDA it must be "bfloat16" or "float16"'
         )
     return DTYPES[name]
-
-
-def _max_model_len(options: EngineOptions, config: ModelConfig) -> int:
-    if options.max_model_len is None:
-        return config.max_position
-    if options.max_model_len > config.max_position:
-        raise ValueError(
-            f"max_model_len must be at most the model's max_position_embeddings "
-            f"({config.max_position}), got {options.max_model_len}"
-        )
-    return options.max_model_len
 
 
 def _tokenizer(folder: Path | None) -> tuple[Tokenizer | None, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -10,6 +11,7 @@ from ridgeline._cli import generate, info, plan, quantize, replay
 from ridgeline._version import __version__
 
 _USER_ERROR = 2
+_BROKEN_PIPE = 141  # as a shell says of a process that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,7 +27,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         options.run(options)
-    except (ValueError, TypeError, FileNotFoundError, ImportError) as error:
+        sys.stdout.flush()
+    except BrokenPipeError:  # who reads has enough; the interpreter flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except (ValueError, TypeError, OSError, ImportError) as error:
         print(f"ridgeline: error: {error}", file=sys.stderr)
         return _USER_ERROR
     except KeyboardInterrupt:

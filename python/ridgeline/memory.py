@@ -73,6 +73,8 @@ class MemoryPlan:
 
     def sequences(self, length: int) -> int:
         """How many sequences of so many tokens the cache holds at once."""
+        if length < 1:
+            raise ValueError(f"length must be at least 1, got {length}")
         return max(self.num_blocks - 1, 0) // -(-length // self.layout.block_size)
 
     def check(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -107,9 +108,10 @@ class Replay:
         self._number, start = self._read(next(self._lines, (1, "{}")))
         if start.get("event") != "start" or start.get("version") != VERSION:
             raise ValueError(f"{path} is not a trace of version {VERSION}")
-        self.machine: str = start["machine"]
-        self.settings: dict[str, Any] = start["settings"]
-        self.scheduler = make_scheduler(self.settings)
+        with self._named():
+            self.machine: str = start["machine"]
+            self.settings: dict[str, Any] = start["settings"]
+            self.scheduler = make_scheduler(self.settings)
         self._expected: list[dict[str, Any]] = []
         self._next = 0
         self._flying: dict[int, engine.Batch] = {}
@@ -127,7 +129,8 @@ class Replay:
                 self._compare("decision", line, self._decided(line))
             else:
                 self._nothing_left()
-                batch = self._tell(line)
+                with self._named():
+                    batch = self._tell(line)
             yield line, batch
         self._nothing_left()
 
@@ -137,7 +140,20 @@ class Replay:
             line: dict[str, Any] = json.loads(text)
         except ValueError as error:
             raise ValueError(f"{self._path}:{number} is not JSON: {error}") from error
+        if not isinstance(line, dict):
+            raise ValueError(f"{self._path}:{number} must hold a JSON object, got {text}")
         return number, line
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Says in which line a key is missing or has a value that the scheduler refuses."""
+        try:
+            yield
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ReplayError):
+                raise
+            what = f"there is no {error}" if isinstance(error, KeyError) else error
+            raise ValueError(f"{self._path}:{self._number}: {what}") from error
 
     def _tell(self, line: dict[str, Any]) -> engine.Batch | None:
         event, scheduler = line["event"], self.scheduler
@@ -164,7 +180,7 @@ class Replay:
         elif event == "time_ratio":
             scheduler.add_time_ratio(line["padded_tokens"], line["ratio"])
         elif event != "ran":
-            raise ValueError(f"{self._path}:{self._number}: unknown event {event!r}")
+            raise ValueError(f"unknown event {event!r}")
         return None
 
     def _pull(self) -> None:

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+from ridgeline._setup import EngineOptions
 from ridgeline.kv_cache import KV_DTYPES, KVCacheLayout
 from ridgeline.memory import file_bytes, plan_memory
 from ridgeline.models.config import DTYPES, ModelConfig
@@ -50,28 +51,31 @@ def size(text: str) -> int:
 def run(options: argparse.Namespace) -> None:
     folder = options.model.parent if options.model.name == "config.json" else options.model
     config = ModelConfig.from_path(folder)
-    dtype = DTYPES.get(options.dtype, config.dtype)
-    if options.dtype == "auto" and config.dtype == DTYPES["float32"]:
+    own = ("model", "gpu_memory", "length", "run")
+    engine = EngineOptions(**{k: v for k, v in vars(options).items() if k not in own})
+    dtype = DTYPES.get(engine.dtype, config.dtype)
+    if engine.dtype == "auto" and config.dtype == DTYPES["float32"]:
         dtype = DTYPES["bfloat16"]  # as on a GPU
-    context = options.max_model_len or config.max_position
+    context = engine.context(config)
     plan = plan_memory(
         config,
-        KVCacheLayout.of(config, options.block_size, options.kv_cache_dtype, dtype),
+        KVCacheLayout.of(config, engine.block_size, engine.kv_cache_dtype, dtype),
         dtype,
-        quantization=options.quantization,
+        quantization=engine.quantization,
         max_model_len=context,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        budget=int(options.gpu_memory * options.gpu_memory_utilization),
+        max_num_seqs=engine.max_num_seqs,
+        max_num_batched_tokens=engine.max_num_batched_tokens,
+        budget=int(options.gpu_memory * engine.gpu_memory_utilization),
         num_blocks=None,
         on_gpu=True,
         graphs=True,
         stored_weights=0 if config.stored_format is None else file_bytes(folder),
     )
     plan.check()
+    lengths = options.length or sorted({min(n, context) for n in (1024, 8192, context)})
+    fits = [(length, plan.sequences(length)) for length in lengths]
     print(plan)
-    print(f"\n{plan.num_blocks} blocks of {options.block_size} tokens, one of them unused")
-    for length in options.length or sorted({min(n, context) for n in (1024, 8192, context)}):
-        fit = plan.sequences(length)
-        most = "" if fit <= options.max_num_seqs else f" ({options.max_num_seqs} run at a time)"
+    print(f"\n{plan.num_blocks} blocks of {engine.block_size} tokens, one of them unused")
+    for length, fit in fits:
+        most = "" if fit <= engine.max_num_seqs else f" ({engine.max_num_seqs} run at a time)"
         print(f"{fit:>8} sequences of {length} tokens{most}")
