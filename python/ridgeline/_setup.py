@@ -186,7 +186,7 @@ def build(
         batch_invariant=options.batch_invariant,
         check_weights=options.check_weights,
     )
-    with torch.no_grad():
+    with torch.no_grad(), torch.device("cpu"):  # whatever the caller's default is
         if folder is None or options.load_format == "random":
             decoder = random_decoder(config, load, options.seed, progress)
         else:

@@ -19,7 +19,8 @@ class BadWords:
         """``banned``: sequences of at least one token."""
         reach = max(map(len, banned)) - 1
         starts = [[_ANY] * (reach + 1 - len(ids)) + ids[:-1] for ids in banned]
-        self._starts = torch.tensor(starts, dtype=torch.int32).view(len(banned), reach).to(device)
+        shape = (len(banned), reach)
+        self._starts = torch.tensor(starts, dtype=torch.int32, device=device).view(shape)
         self._ends = torch.tensor([ids[-1] for ids in banned], device=device)
         self._newest = torch.full((reach,), _NONE, dtype=torch.int32, device=device)
 
@@ -27,7 +28,7 @@ class BadWords:
         """The output is this now."""
         reach = self._newest.shape[0]
         newest = ([_NONE] * reach + output)[len(output) :]
-        self._newest = torch.tensor(newest, dtype=torch.int32).to(self._newest.device)
+        self._newest = self._newest.new_tensor(newest)
 
     def push(self, token: Tensor) -> None:
         """``token``: int32 ``[1]``, on the device."""

@@ -68,7 +68,8 @@ class StepBuffers:
         if device.type == "cuda":
             self._arena = torch.zeros(self._capacity, dtype=torch.int32, device=device)
             for _ in range(_STAGES):
-                stage = torch.empty(self._capacity, dtype=torch.int32, pin_memory=True)
+                words = self._capacity
+                stage = torch.empty(words, dtype=torch.int32, device="cpu", pin_memory=True)
                 self._stages.append((stage, torch.cuda.Event()))
 
     @staticmethod
@@ -102,7 +103,7 @@ class StepBuffers:
         if size > self._capacity:
             raise RuntimeError(f"a step of {size} int32 exceeds the arena's {self._capacity}")
         if self._arena is None:  # On the CPU the arrays are read where they are written.
-            extra = torch.empty(count, dtype=torch.int32)
+            extra = torch.empty(count, dtype=torch.int32, device="cpu")
             fill(extra)
             return source, extra
         stage, copied = self._stages[0]

@@ -55,7 +55,9 @@ class StepResult:
         self._done: torch.cuda.Event | None = None
         self._tokens = tokens
         if aside is not None:
-            self._tokens = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+            self._tokens = torch.empty(
+                tokens.shape, dtype=tokens.dtype, device="cpu", pin_memory=True
+            )
             aside.wait_stream(torch.cuda.current_stream(tokens.device))
             tokens.record_stream(aside)
             with torch.cuda.stream(aside):

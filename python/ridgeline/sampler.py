@@ -56,9 +56,10 @@ class Sampler:
     def __init__(self, device: torch.device, vocab_size: int) -> None:
         self._device = device
         self._vocab_size = vocab_size
-        self._seeds = torch.zeros(_CAPACITY, dtype=torch.int64)
-        self._top_k = torch.zeros(_CAPACITY, dtype=torch.int32)
-        self._reals = torch.zeros((3, _CAPACITY))  # temperature, top_p, min_p
+        self._seeds = torch.zeros(_CAPACITY, dtype=torch.int64, device="cpu")
+        self._top_k = torch.zeros(_CAPACITY, dtype=torch.int32, device="cpu")
+        # temperature, top_p, min_p
+        self._reals = torch.zeros((3, _CAPACITY), dtype=torch.float32, device="cpu")
         self._extras: dict[int, _Extras] = {}
         self._counts: dict[int, Tensor] = {}
         self._bad_words: dict[int, BadWords] = {}
@@ -78,7 +79,8 @@ class Sampler:
             self._grow(seq_id + 1)
         self._seeds[seq_id] = seed
         self._top_k[seq_id] = min(params.top_k, self._vocab_size)
-        self._reals[:, seq_id] = torch.tensor((params.temperature, params.top_p, params.min_p))
+        reals = (params.temperature, params.top_p, params.min_p)
+        self._reals[:, seq_id] = self._reals.new_tensor(reals)
         blocked = stop_tokens if params.min_tokens else ()
         wants = params.has_penalties or params.logit_bias or blocked or banned
         if wants or (params.logprobs, params.prompt_logprobs) != (None, None):
@@ -186,7 +188,7 @@ class Sampler:
 
     def _penalties(self, plan: RowPlan, rows: range) -> tuple[Tensor | None, Tensor | None]:
         """``[rows, 3]`` and the counts ``[rows, vocab]`` if any of these rows is penalised."""
-        penalties = torch.tensor([1.0, 0.0, 0.0]).repeat(len(rows), 1)
+        penalties = self._reals.new_tensor([1.0, 0.0, 0.0]).repeat(len(rows), 1)
         counts: dict[int, Tensor] = {}
         for row in filter(plan.outputs.__contains__, rows):
             seq_id, own = plan.seq_ids[row], row - rows.start
@@ -197,7 +199,7 @@ class Sampler:
             if seq_id not in self._counts:
                 self._counts[seq_id] = self._fresh_counts(extras.prompt, [])
             counts[own] = self._counts[seq_id]
-            penalties[own] = torch.tensor(
+            penalties[own] = penalties.new_tensor(
                 (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
             )
         if not counts:
@@ -245,9 +247,9 @@ class Sampler:
 
     def _fresh_counts(self, prompt: list[int], output: list[int]) -> Tensor:
         """int32 ``[vocab]``: twice the count in the output, plus one if in the prompt."""
-        counts = torch.bincount(torch.tensor(output, dtype=torch.int64), minlength=self._vocab_size)
+        counts = torch.bincount(self._seeds.new_tensor(output), minlength=self._vocab_size)
         counts *= 2
-        counts[torch.tensor(prompt).unique()] += 1
+        counts[self._seeds.new_tensor(prompt).unique()] += 1
         return counts.to(self._device, torch.int32)
 
     def _zeros(self, rows: int, dtype: torch.dtype) -> Tensor:

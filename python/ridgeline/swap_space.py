@@ -63,7 +63,7 @@ class SwapSpace:
                 device.index_copy_(0, index, source.to(device.device, non_blocking=True))
 
     def _index(self, blocks: list[int]) -> Tensor:
-        index = torch.tensor(blocks)
+        index = torch.tensor(blocks, device="cpu")
         if self._device[0].is_cuda:
             return index.pin_memory().to(self._device[0].device, non_blocking=True)
         return index

@@ -150,7 +150,7 @@ def inverse_frequencies(rope: RopeConfig, max_position: int) -> Tensor:
         return _blend(frequencies, scaling["factor"], 1 - _yarn_ramp(rope))
     if rope.kind == "longrope":
         long = max_position > scaling[_ORIGINAL]
-        factors = torch.tensor(scaling["long_factor" if long else "short_factor"])
+        factors = exponent.new_tensor(scaling["long_factor" if long else "short_factor"])
         return 1.0 / (factors * rope.theta**exponent)
     return frequencies
 

@@ -270,7 +270,7 @@ class Mxfp4:
 
     def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
         blocks, scales = get(f"{module}_blocks"), get(f"{module}_scales")
-        positive = torch.tensor(_E2M1, device=blocks.device)
+        positive = torch.tensor(_E2M1, dtype=torch.float32, device=blocks.device)
         values = torch.cat((positive, -positive))
         nibbles = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
         # Each expert by itself: as indices, codes take 16 times their bytes.
