@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import tiny_model
 from ridgeline import LLM, SamplingParams
@@ -405,6 +408,44 @@ class InterruptedAdd:
     def add(self, *args: Any, **options: Any) -> None:
         self._scheduler.add(*args, **options)
         raise KeyboardInterrupt
+
+
+def test_a_stream_that_nobody_reads_aborts_its_requests(llm: LLM):
+    """What is left is checked behind the test."""
+    llm.stream([1, 2, 3], GREEDY)
+    llm.stream([[4, 5], [6]], GREEDY).close()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_model_cannot_be_copied(llm: LLM, copied: Any):
+    with pytest.raises(TypeError, match="an LLM can be neither copied nor pickled"):
+        copied(llm)
+
+
+@pytest.fixture(params=[torch.float64, torch.bfloat16, "meta"], ids=str)
+def other_default(request: pytest.FixtureRequest):
+    if request.param == "meta":
+        torch.set_default_device("meta")  # stands for "cuda": nothing can be read from it
+    else:
+        torch.set_default_dtype(request.param)
+    yield
+    torch.set_default_device(None)
+    torch.set_default_dtype(torch.float32)
+
+
+def test_defaults_of_torch_change_nothing(folder: Path, llm: LLM, other_default):
+    params = SamplingParams(
+        n=2, temperature=0.7, top_p=0.9, min_p=0.01, seed=3, max_tokens=9, repetition_penalty=1.2,
+        logit_bias={7: 1}, bad_words=["the fox"], logprobs=2, prompt_logprobs=1,
+    )  # fmt: skip
+    with LLM(folder, device="cpu", num_blocks=8, max_model_len=64) as other:
+        found = [each.generate([5, 6, 7, 8], params)[0] for each in (llm, other)]
+    assert [each.error for each in found] == [None, None]
+    torch.set_default_dtype(torch.float32)
+    with torch.device("cpu"):
+        plain = llm.generate([5, 6, 7, 8], params)[0]
+    tokens = [[choice.token_ids for choice in each.outputs] for each in (*found, plain)]
+    assert tokens == [tokens[-1]] * 3
 
 
 def test_the_cpu_may_have_a_number(folder: Path):

@@ -208,7 +208,9 @@ class LLM:
         its loop, aborts what still runs.
         """
         updates, requests = self._submit(prompts, params, priority, deadline, streams=True)
-        return self._stream(updates, requests)
+        pieces = self._stream(updates, requests)
+        next(pieces)  # begun, it aborts them even if nobody asks for a piece
+        return pieces
 
     def abort(self, request_id: str) -> bool:
         """Ends a request now, with ``finish_reason`` "abort"; False if it does not run any more."""
@@ -248,6 +250,9 @@ class LLM:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def __reduce__(self) -> str:
+        raise TypeError("an LLM can be neither copied nor pickled: make one in each process")
 
     def __del__(self) -> None:
         # A failed constructor leaves no parts; the end of the process frees everything itself.
@@ -312,10 +317,9 @@ class LLM:
                             f"{self._core().scheduler.decisions()[-1:]}"
                         )
 
-    def _stream(
-        self, updates: deque[StreamOutput], requests: list[Request]
-    ) -> Iterator[StreamOutput]:
+    def _stream(self, updates: deque[StreamOutput], requests: list[Request]) -> Iterator[Any]:
         try:
+            yield None
             yield from self._drive(updates, len(requests))
         finally:
             self._abandon(requests)
