@@ -41,6 +41,7 @@ inline void set_rotation(KvWriteParams& params, const Tensor& q, const Tensor& p
         to_text(cos_sin.sizes()));
   check(q.size(0) == 0 || cos_sin.size(0) > 0, "cos_sin: expected at least one row, got shape ",
         to_text(cos_sin.sizes()));
+  Expect(q, "q").written();
   params.index_dtype = dtype_of(positions, "positions");
   params.table_dtype = dtype_of(cos_sin, "cos_sin");
   params.rotary_dim = static_cast<std::int32_t>(rotary_dim);
@@ -53,6 +54,7 @@ inline void set_rotation(KvWriteParams& params, const Tensor& q, const Tensor& p
 
 inline CacheView cache_view(const Tensor& cache, const char* name, const OptionalTensor& scale,
                             const char* scale_name) {
+  Expect(cache, name).written();
   CacheView view{.data = cache.data_ptr(),
                  .stride_block = cache.stride(0),
                  .stride_slot = cache.stride(1),
@@ -70,7 +72,8 @@ inline CacheView cache_view(const Tensor& cache, const char* name, const Optiona
   Expect(*scale, scale_name)
       .on_device_of(cache, name)
       .dtype(DType::kBFloat16)
-      .shape({cache.size(0), cache.size(1), cache.size(2)});
+      .shape({cache.size(0), cache.size(1), cache.size(2)})
+      .written();
   view.scale = scale->data_ptr();
   view.scale_stride_block = scale->stride(0);
   view.scale_stride_slot = scale->stride(1);
@@ -139,6 +142,7 @@ void rope(const Tensor& q, const Tensor& k, const Tensor& positions, const Tenso
   KvWriteParams params = kv_write_params(q, "q");
   params.q = heads_view(q, "q", q, "q");
   params.k = heads_view(k, "k", q, "q");
+  Expect(k, "k").written();
   set_rotation(params, q, positions, cos_sin, interleaved);
   run_kv_write(on, params);
 }

@@ -36,6 +36,7 @@ inline RmsNormParams rmsnorm_params(const Tensor& x, const Tensor& weight, doubl
 
 inline void set_residual(RmsNormParams& params, const Tensor& x, const Tensor& residual) {
   Expect(residual, "residual").on_device_of(x, "x").same_shape(x, "x").dtype(params.dtype);
+  Expect(residual, "residual").written();
   params.residual = residual.data_ptr();
   params.stride_residual_row = rows_of(residual, "residual").stride;
 }

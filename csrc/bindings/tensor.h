@@ -154,6 +154,15 @@ class Expect {
     return *this;
   }
 
+  /// Of a tensor that is written: no element is another one too, as where it was expanded.
+  const Expect& written() const {
+    for (std::int64_t i = 0; i < tensor_.dim() && tensor_.numel() > 0; ++i)
+      check(tensor_.size(i) <= 1 || tensor_.stride(i) != 0, name_, ": expected to be written, ",
+            "so no expanded dimension, got shape ", to_text(tensor_.sizes()), " with strides ",
+            to_text(tensor_.strides()));
+    return *this;
+  }
+
   /// The address and every stride but the last are multiples of `bytes`.
   const Expect& aligned(std::int64_t bytes) const {
     const auto address = reinterpret_cast<std::uintptr_t>(tensor_.data_ptr());

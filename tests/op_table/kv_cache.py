@@ -97,6 +97,11 @@ def poisoned(*shape: int) -> Lazy:
     return full(shape, math.nan)
 
 
+def _expanded(first: int, *shape: int) -> Lazy:
+    """Of which all along the first dimension is one element."""
+    return Lazy(lambda context: normal(1, *shape)(context).expand(first, *shape))
+
+
 def _engine_cache(blocks: int, size: int, heads: int, dim: int) -> Lazy:
     """Stored as the engine does: [blocks, heads, size, D]."""
     return poisoned(blocks, heads, size, dim).transpose(1, 2)
@@ -205,6 +210,8 @@ ROPE = OpCase(
         ),
         Error(r"positions: expected dtype int32 or int64", **_GOOD_ROPE | {"positions": normal(2)}),
         Error(r"q: expected 3 dimensions", **_GOOD_ROPE | {"q": normal(2, 16)}),
+        Error(r"q: expected to be written", **_GOOD_ROPE | {"q": _expanded(2, 2, 16)}),
+        Error(r"k: expected to be written", **_GOOD_ROPE | {"k": _expanded(2, 2, 16)}),
         Error(
             r"q: expected the last dimension contiguous",
             **_GOOD_ROPE | {"q": normal(2, 16, 4).transpose(1, 2)},
@@ -263,6 +270,10 @@ WRITE_KV = OpCase(
     ],
     errors=[
         Error(r"v: expected the shape of k", **_GOOD_WRITE | {"v": normal(2, 1, 16)}),
+        Error(
+            r"v_cache: expected to be written",
+            **_GOOD_WRITE | {"v_cache": _expanded(3, 16, 2, 16)},
+        ),
         Error(
             r"k: expected at most 256.*264",
             **_GOOD_WRITE | {"k": normal(2, 2, 264), "v": normal(2, 2, 264)},

@@ -191,6 +191,12 @@ CASES = [
         ],
         errors=[
             Error(
+                r"residual: expected to be written, so no expanded dimension.*\[0, 1\]",
+                x=normal(2, 16),
+                residual=Lazy(lambda context: normal(1, 16)(context).expand(2, 16)),
+                weight=normal(16),
+            ),
+            Error(
                 r"residual.*shape of x, \[2, 16\], got \[2, 8\]",
                 x=normal(2, 16),
                 residual=normal(2, 8),
