@@ -214,6 +214,14 @@ def test_a_single_layer_cannot_be_replaced_in_place():
         ridgeline.quantize_(nn.Linear(64, 64), "fp8")
 
 
+def test_a_layer_with_two_names_stays_one_layer():
+    layer = nn.Linear(64, 64)
+    module = nn.Sequential(layer, nn.Sequential(nn.ReLU(), layer))
+    done = ridgeline.quantize_(module, "fp8")
+    assert done.layers == ("0",) and not done.left
+    assert module[0] is module[1][1] and module[0] is not layer
+
+
 def test_subclasses_and_hooks_are_left():
     class Adapter(nn.Linear):
         pass

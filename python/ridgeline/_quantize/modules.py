@@ -83,8 +83,13 @@ def quantize_(
         raise ValueError(f'seen: expected with format "int8" only, got it with {format!r}')
     if seen is None and "threshold" in options:
         raise ValueError("threshold: expected with seen, the magnitudes that it is held against")
-    for name, child in list(module.named_modules()):
+    shared: dict[nn.Module, nn.Module] = {}
+    for name, child in list(module.named_modules(remove_duplicate=False)):
         if not isinstance(child, (nn.Linear, Linear)):
+            continue
+        parent, _, attribute = name.rpartition(".")
+        if child in shared and not is_named(name, skip):
+            setattr(module.get_submodule(parent), attribute, shared[child])
             continue
         reason = _reason_to_leave(name, child, skip)
         if reason is None and seen is not None and name not in seen.largest:
@@ -99,8 +104,8 @@ def quantize_(
         if made is None:
             left.append((name, reason or ""))
             continue
-        parent = module.get_submodule(name.rpartition(".")[0])
-        setattr(parent, name.rpartition(".")[2], made.train(child.training))
+        shared[child] = made.train(child.training)
+        setattr(module.get_submodule(parent), attribute, made)
         layers.append(name)
         before += child.weight.nbytes
         after += sum(t.nbytes for key, t in made.named_buffers() if key != "bias")
