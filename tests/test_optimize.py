@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,17 @@ def test_compiled_copied_inferred_and_under_autocast(llama: PreTrainedModel):
     assert torch.equal(llama(ids).logits.detach(), expected), "gradients recorded, not asked for"
     with pytest.raises(NotImplementedError, match="has no backward"):
         llama(ids).logits.sum().backward()
+
+
+def test_a_saved_model_is_the_loaded_one(llama: PreTrainedModel):
+    ids = torch.randint(1, tiny_model.VOCAB, (2, 21))
+    ridgeline.optimize_(llama)
+    loaded = pickle.loads(pickle.dumps(llama))
+    with torch.no_grad():
+        expected = llama(ids).logits
+        assert torch.equal(loaded(ids).logits, expected)
+        loaded.model.embed_tokens.weight.zero_()
+        assert torch.equal(llama(ids).logits, expected)
 
 
 def test_weights_loaded_later_are_used(llama: PreTrainedModel):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import MethodType
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -39,7 +39,7 @@ class Swap:
 
     def apply(self, module: Stranger) -> None:
         module.__dict__["ridgeline_swap"] = self
-        module.__dict__["forward"] = MethodType(self.forward, module)
+        module.__dict__["forward"] = partial(self.forward, module)  # which can be pickled
         if self.fused is not None:
             module.add_module(_FUSED, self.fused)
 
