@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import tiny_model
 from ridgeline.kv_cache import KVCache, KVCacheLayout
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder, StepInputs
-from ridgeline.models.linear import make_linear
+from ridgeline.models.linear import Linear, make_linear
 from ridgeline.models.loader import LoadOptions, load_decoder
 from ridgeline.models.norms import RmsNorm
 from ridgeline.models.rope import RopeConfig, cos_sin_table, inverse_frequencies
@@ -38,8 +39,10 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") 
     return load_decoder(ModelConfig.from_path(folder), folder, options)
 
 
-def logits_of(decoder: Decoder, prompt: list[int], dtype: torch.dtype) -> torch.Tensor:
-    """Logits of every position, in one step over a cache that was full of NaN."""
+def logits_of(
+    decoder: Decoder, prompt: list[int], dtype: torch.dtype, rows: list[int] | None = None
+) -> torch.Tensor:
+    """Logits of every position, or of ``rows``, in one step over a cache that was full of NaN."""
     block_size, count, device = 16, len(prompt), decoder.embedding.device
     blocks = -(-count // block_size)
     layout = KVCacheLayout.of(decoder.config, block_size, "auto", dtype)
@@ -58,6 +61,7 @@ def logits_of(decoder: Decoder, prompt: list[int], dtype: torch.dtype) -> torch.
         cu_q=ints([0, count]),
         block_tables=ints(range(1, 1 + blocks))[None],
         max_q=count,
+        rows=None if rows is None else ints(rows),
     )
     return decoder.logits(decoder.hidden_states(inputs, cache))
 
@@ -93,6 +97,43 @@ def test_bfloat16_logits_are_as_near_to_float32_as_those_of_transformers(tmp_pat
         theirs = model.to(torch.bfloat16)(torch.tensor([prompt])).logits[0].float()
     ours = logits_of(load(tmp_path, torch.bfloat16), prompt, torch.bfloat16).float()
     assert (ours - exact).abs().mean() <= 2 * (theirs - exact).abs().mean()
+
+
+class Counting:
+    """A product that notes how many rows it is given."""
+
+    def __init__(self, product: Linear) -> None:
+        self._product, self.rows = product, list[int]()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._product, name)
+
+    def __call__(self, x: torch.Tensor, *args: Any, **fused: Any) -> torch.Tensor:
+        self.rows.append(x.shape[0])
+        return self._product(x, *args, **fused)
+
+
+@pytest.mark.parametrize(
+    ("rows", "multiplied"),
+    [
+        pytest.param([49], [50, 1], id="the last token of a prompt"),
+        pytest.param([7, 49, 7], [50, 3], id="one of several, and one twice"),
+        pytest.param([], [50], id="a chunk of a prompt"),
+        pytest.param([*range(50), 49], [50, 50], id="more than tokens"),
+    ],
+)
+def test_behind_the_last_attention_only_wanted_tokens_are_computed(
+    tmp_path: Path, rows: list[int], multiplied: list[int]
+):
+    tiny_model.save_llama(tmp_path, num_hidden_layers=2)
+    decoder, prompt = load(tmp_path), tiny_model.prompt_of(50)
+    expected = logits_of(decoder, prompt, torch.float32)
+    layers = decoder.layers
+    downs = [Counting(layer.down) for layer in layers if layer.down is not None]
+    counted = tuple(replace(layer, down=down) for layer, down in zip(layers, downs, strict=True))
+    actual = logits_of(replace(decoder, layers=counted), prompt, torch.float32, rows)
+    torch.testing.assert_close(actual, expected[rows])
+    assert [count for down in downs for count in down.rows] == multiplied
 
 
 def test_fp8_products_meet_the_same_codes_whoever_makes_them():

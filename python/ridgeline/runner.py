@@ -239,9 +239,9 @@ class Runner:
             # They came by a copy, and last_tokens before it; the gather of the tables, ahead, has
             # begun behind that.
             ids_ready=True,
+            rows=step.logits_rows,
         )
-        hidden, rows = self._model.hidden_states(inputs, self._cache), step.logits_rows
-        return hidden if hidden.shape[0] == rows.shape[0] == 1 else ops.embed(rows, hidden)
+        return self._model.hidden_states(inputs, self._cache)
 
     def _logits(self, step: _StepArrays, key: GraphKey) -> Tensor:
         return self._model.logits(self._hidden(step, key.max_q, key.blocks, key.shared_blocks))
