@@ -87,9 +87,10 @@ def chat_prompts(
 def _ids(item: Sequence[int], index: int) -> list[int]:
     try:
         tokens = list(item)
-        if isinstance(item, _NO_TOKENS) or bool in map(type, tokens):
+        kinds = set(map(type, tokens))
+        if isinstance(item, _NO_TOKENS) or bool in kinds:
             raise TypeError
-        ids = [token.__index__() for token in tokens]
+        ids = tokens if kinds == {int} else [token.__index__() for token in tokens]
         array("q", ids)
         return ids
     except OverflowError:
