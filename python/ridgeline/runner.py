@@ -228,8 +228,8 @@ class Runner:
             positions=step.positions,
             slots=step.slots,
             seq_lens=step.seq_lens,
-            # One token is one sequence's: attention has a faster way then (docs/attention.md).
-            cu_q=step.cu_q if step.input_ids.shape[0] > 1 else None,
+            # None: each has one token, so attention may plan while the kernels ahead run.
+            cu_q=step.cu_q if max_q > 1 else None,
             block_tables=ops.embed(step.table_rows, tables),
             max_q=max_q,
             # A negative id stands for a token that the step before, maybe still running, sampled.
