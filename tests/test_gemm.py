@@ -194,6 +194,20 @@ def test_a_row_has_the_same_bits_in_every_kernel(
         assert torch.equal(multiply(rows), whole[:rows]), f"first {rows} of 700 rows"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("N", [16392, 6136])  # tiles of 168 fill their waves, or do not
+def test_the_library_multiplies_many_rows_whichever_tile_is_taken(N: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(9)
+    M, K = 2001, 1544  # more than its short K; odd tails of rows, columns and K
+    x, weight = (
+        torch.randn(n, K, generator=generator, device="cuda", dtype=torch.bfloat16) for n in (M, N)
+    )
+    bias = torch.randn(N, generator=generator, device="cuda", dtype=torch.bfloat16)
+    exact = torch.addmm(bias.float(), x.float(), weight.float().T)
+    error = (ops.linear(x, weight, bias).float() - exact).abs()
+    assert (error <= 2**-8 * exact.abs() + 1e-3 * K**0.5).all()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_float32_rows_have_the_same_bits_in_every_batch(device: str) -> None:
     generator = torch.Generator().manual_seed(7)

@@ -26,7 +26,7 @@ enum PreferenceAttribute : int {
 };
 
 enum AlgoAttribute : int { kTileId = 1 };
-enum TileId : std::uint32_t { kTile128x128 = 20 };
+enum TileId : std::uint32_t { kTile128x128 = 20, kTile168x128 = 197, kTile176x128 = 201 };
 
 struct Algo {
   std::uint64_t data[8];
