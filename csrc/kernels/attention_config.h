@@ -28,26 +28,31 @@ struct Sequence {
   std::int32_t k_start;
 };
 
-/// The runs of sequence `b`, clamped to what q, k and the block table hold.
-constexpr Sequence sequence_of(const AttentionParams& p, std::int32_t b) {
+/// The runs of sequence `b`, clamped to what q, k and the block table hold; read(p) reads *p.
+template <class Read>
+constexpr Sequence sequence_of(const AttentionParams& p, std::int32_t b, Read&& read) {
   Sequence s{.q_begin = 0, .k_begin = 0, .q_len = p.max_q, .k_len = p.max_k, .k_start = 0};
   if (p.cu_q != nullptr) {
-    s.q_begin = clamped(p.cu_q[b], 0, p.total_q);
-    const std::int64_t end = clamped(p.cu_q[b + 1], s.q_begin, p.total_q);
+    s.q_begin = clamped(read(p.cu_q + b), 0, p.total_q);
+    const std::int64_t end = clamped(read(p.cu_q + b + 1), s.q_begin, p.total_q);
     s.q_len = static_cast<std::int32_t>(clamped(end - s.q_begin, 0, p.max_q));
     if (p.leaves_longer && end - s.q_begin > p.max_q) s.q_len = 0;
   }
   if (p.cu_k != nullptr) {
-    s.k_begin = clamped(p.cu_k[b], 0, p.total_k);
-    const std::int64_t end = clamped(p.cu_k[b + 1], s.k_begin, p.total_k);
+    s.k_begin = clamped(read(p.cu_k + b), 0, p.total_k);
+    const std::int64_t end = clamped(read(p.cu_k + b + 1), s.k_begin, p.total_k);
     s.k_len = static_cast<std::int32_t>(clamped(end - s.k_begin, 0, p.max_k));
   }
   if (p.seq_lens != nullptr)
-    s.k_len = static_cast<std::int32_t>(clamped(p.seq_lens[b], 0, p.max_k));
+    s.k_len = static_cast<std::int32_t>(clamped(read(p.seq_lens + b), 0, p.max_k));
   if (p.k_start != nullptr)
-    s.k_start = static_cast<std::int32_t>(clamped(p.k_start[b], 0, s.k_len));
+    s.k_start = static_cast<std::int32_t>(clamped(read(p.k_start + b), 0, s.k_len));
   if (p.leaves_shared) s.k_start = greater(s.k_start, lesser(p.shared_keys, s.k_len));
   return s;
+}
+
+constexpr Sequence sequence_of(const AttentionParams& p, std::int32_t b) {
+  return sequence_of(p, b, [](const std::int32_t* from) { return *from; });
 }
 
 /// Keys begin <= n < end; both ends never fall as the query moves on.

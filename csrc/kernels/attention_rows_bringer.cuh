@@ -15,7 +15,6 @@ struct Bringer {
   Shared<Tile>& shared;
   Ring<Tile::kSlots> ring{.parity = 1};  // the first wait on a fresh barrier passes
   const std::uint64_t policy = ptx::evict_first();
-  int guessed = 0;  // where the keys of a cluster's block begin
 
   __device__ static int box() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
 
@@ -66,10 +65,16 @@ struct Bringer {
   /// Keys come one tile ahead of values; `place`: of the first.
   __device__ __forceinline__ void bring_ahead(const Item& item, Place place) {
     const int kv_head = item.work.kv_head, end = item.keys.end;
-    int n = item.keys.begin;
+    const int n = item.keys.begin;
     if (n >= end) return;
     request(place, kv_head, launch.k);
-    for (n += kKeys; n < end; n += kKeys) {
+    bring_rest(item, place, n + kKeys);
+  }
+
+  /// Keys from n on, and values from the tile before on; `place`: of that.
+  __device__ __forceinline__ void bring_rest(const Item& item, Place place, int n) {
+    const int kv_head = item.work.kv_head;
+    for (; n < item.keys.end; n += kKeys) {
       const Place next = place_of(item.work, n);
       request(next, kv_head, launch.k);
       request(place, kv_head, launch.v);
@@ -94,50 +99,7 @@ struct Bringer {
     }
   }
 
-  /// Where the keys of a cluster's block begin; the first tile is brought to L2. Both if lengths
-  /// and tables stay what they are while the kernels ahead still run: only a guess may read these.
-  /// H200, 32 sequences of 4k keys, one KV head: 22.9 us without it, 21.9 so, 22.7 with three.
-  __device__ __forceinline__ void guess() {
-    const AttentionParams& p = launch.attention;
-    if (p.block_tables == nullptr || p.seq_lens == nullptr || p.k_start != nullptr) return;
-    const Share share(launch);
-    const int length = ptx::load_from_l2(p.seq_lens + share.batch);
-    const config::Sequence s{.q_len = p.max_q,
-                             .k_len = static_cast<int>(config::clamped(length, 0, p.max_k))};
-    const Cut cut = cut_of(p, s);
-    guessed = cut.begin + share.split * cut.keys;
-    const int n = guessed + box() / Tile::kParts * launch.box_rows;
-    if (n >= min(guessed + kKeys, cut.end)) return;
-    const int index = launch.block_size.divide(n);
-    const int block = ptx::load_from_l2(p.block_tables + share.batch * p.stride_table + index);
-    if (static_cast<unsigned>(block) >= static_cast<unsigned>(p.num_blocks)) return;
-    for (const CUtensorMap* map : {&launch.k, &launch.v})
-      ptx::prefetch_tensor_4d(map, box() % Tile::kParts * kColumns, n - index * p.block_size,
-                              share.kv_head, block, policy);
-  }
-
-  /// The one split of a cluster's block. Its first block is looked up beside the lengths, where it
-  /// was guessed.
-  __device__ __forceinline__ void bring_share() {
-    const AttentionParams& p = launch.attention;
-    const Share share(launch);
-    const int entry = entry_of(share.batch, guessed);
-    Item item{.work = {.sequence = config::sequence_of(p, share.batch),
-                       .batch = share.batch,
-                       .kv_head = share.kv_head}};
-    const config::Sequence& s = item.work.sequence;
-    if (!config::is_packed(p, s.q_len, launch.least_rows)) return;
-    const Cut cut = cut_of(p, s);
-    item.keys.begin = cut.begin + share.split * cut.keys;
-    item.keys.end = config::lesser(item.keys.begin + cut.keys, cut.end);
-    const bool is_right = item.keys.begin == guessed;
-    bring_ahead(item, is_right ? place_of(item.work, guessed, entry)
-                               : place_of(item.work, item.keys.begin));
-  }
-
   __device__ __forceinline__ void run() {
-    if constexpr (Tile::kJoins)
-      if (launch.cluster > 1) return bring_share();
     for (Ring<kItems> items;; items.next()) {
       ptx::mbarrier_wait(&shared.described[items.slot], items.parity);
       const Item item = shared.items[items.slot];

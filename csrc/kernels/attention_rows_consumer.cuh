@@ -330,6 +330,8 @@ struct Consumer {
       ptx::mbarrier_wait(&shared.described[items.slot], items.parity);
       const Item& item = shared.items[items.slot];
       if (item.splits == 0) break;
+      if constexpr (Tile::kJoins)
+        if (launch.cluster > 1) ring.parity = queries_parity = shared.wasted;
       if (item.split < item.splits) take_item(item, queries_parity);
       queries_parity ^= 1;
       if constexpr (Tile::kJoins)

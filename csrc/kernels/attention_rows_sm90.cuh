@@ -81,6 +81,7 @@ struct Shared {
   alignas(1024) T q[Tile::kParts][Tile::kRows][kColumns];
   alignas(1024) T kv[Tile::kSlots][Tile::kParts][kKeys][kColumns];
   Item items[kItems];
+  int wasted;  // 1: the ring was filled, and queries were brought, by a guess that was wrong
   alignas(8) std::uint64_t q_full, q_free;
   std::uint64_t full[Tile::kSlots], free[Tile::kSlots];
   std::uint64_t described[kItems], released[kItems];  // of an item
@@ -142,6 +143,23 @@ __device__ __forceinline__ int last_step(const config::KeyRange& keys) {
 }
 __device__ __forceinline__ bool has_tile(const config::KeyRange& keys, int n) {
   return n >= keys.begin && n < keys.end;
+}
+
+/// By a warp. Its lanes meet again behind it.
+template <class Tile>
+__device__ __forceinline__ void request_queries(const Launch& launch, Shared<Tile>& shared,
+                                                const Work& work) {
+  if (threadIdx.x % device::kWarpSize == 0) {
+    const AttentionParams& p = launch.attention;
+    ptx::mbarrier_expect(&shared.q_full,
+                         launch.queries * launch.group * kRowBytes * Tile::kParts);
+    for (int part = 0; part < Tile::kParts; ++part)
+      ptx::copy_tensor_4d(shared.q[part], &launch.q, &shared.q_full, part * kColumns,
+                          work.kv_head * launch.group,
+                          static_cast<int>(work.sequence.q_begin),
+                          Tile::kCommon || p.cu_q != nullptr ? 0 : work.batch);
+  }
+  __syncwarp();
 }
 
 /// Walks the items of one launch: a warp, whose lane i keeps the i-th share of the sequences.
@@ -243,36 +261,9 @@ struct Planner {
     ptx::mbarrier_arrive(&shared.described[place.slot]);
   }
 
-  __device__ __forceinline__ void request_queries(const Item& item, int parity) const {
-    ptx::mbarrier_wait(&shared.q_free, parity);
-    if (lane() == 0) {
-      const AttentionParams& p = launch.attention;
-      ptx::mbarrier_expect(&shared.q_full,
-                           launch.queries * launch.group * kRowBytes * Tile::kParts);
-      for (int part = 0; part < Tile::kParts; ++part)
-        ptx::copy_tensor_4d(shared.q[part], &launch.q, &shared.q_full, part * kColumns,
-                            item.work.kv_head * launch.group,
-                            static_cast<int>(item.work.sequence.q_begin),
-                            Tile::kCommon || p.cu_q != nullptr ? 0 : item.work.batch);
-    }
-    __syncwarp();  // before the warp waits as one again
-  }
-
-  /// The one item of a cluster's block; with a split past the last it only joins the others.
-  __device__ __forceinline__ void describe_share() {
-    const Share share(launch);
-    const bool exists = look(share.batch) > 0;
-    Item item = own_item(share.batch, share.kv_head, share.split);
-    if (!exists) item.splits = 0;
-    if (lane() == 0) shared.items[0] = item;
-    __syncwarp();  // the item is written
-    ptx::mbarrier_arrive(&shared.described[0]);
-    if (item.split < item.splits) request_queries(item, 1);
-  }
-
   __device__ __forceinline__ void run() {
     if constexpr (Tile::kJoins)
-      if (launch.cluster > 1) return describe_share();
+      if (launch.cluster > 1) return;  // one warp does all
     begin();
     Ring<kItems> next{.parity = 1};  // the first wait on a fresh barrier passes
     int queries_parity = 1;
@@ -280,7 +271,8 @@ struct Planner {
       describe(index, next);
       const Item& item = shared.items[next.slot];
       if (item.splits == 0) break;
-      request_queries(item, queries_parity);
+      ptx::mbarrier_wait(&shared.q_free, queries_parity);
+      request_queries<Tile>(launch, shared, item.work);
       queries_parity ^= 1;
       next.next();
     }
