@@ -150,7 +150,8 @@ struct Plan {
 
   /// Whether a plan of lengths that were read ahead is one of the lengths of now.
   __device__ __forceinline__ bool holds() const {
-    return read_lengths() && (!cuts_finer || begins_alike == begin_alike());
+    const int block = cuts_finer ? first_block() : 0;  // on its way with the lengths
+    return read_lengths() && (!cuts_finer || begins_alike == begin_alike(block));
   }
 
   __device__ __forceinline__ config::Sequence sequence_at(int b) const {
@@ -171,7 +172,7 @@ struct Plan {
     limit = item_limit(launch, device::group_sum(load, device::kWarpSize));
     finer_from = launch.sequences;
     cuts_finer = attention_decode::cuts_finer<Tile>(launch, limit);
-    begins_alike = cuts_finer && begin_alike();
+    begins_alike = cuts_finer && begin_alike(first_block());
     if (cuts_finer && !begins_alike) {
       limit = kDealtKeys;
       finer_from -= ceil_div(launch.sequences, 8);
@@ -182,14 +183,20 @@ struct Plan {
   /// Whether most of the first sequences begin with one block. Large items then walk the same keys
   /// side by side, which L2 holds meanwhile. H200, 64 sequences, of 8k keys in common: 377 us in
   /// items of kDealtKeys, and 221 so; 4k: 146 and 119.
-  __device__ __forceinline__ bool begin_alike() const {
-    const AttentionParams& p = launch.attention;
-    if (p.block_tables == nullptr) return false;
-    const int looked = config::lesser(launch.sequences, device::kWarpSize);
-    const int b = launch.first_sequence + config::lesser(lane, looked - 1);
-    const int block = ptx::load_from_l2(p.block_tables + b * p.stride_table);
+  __device__ __forceinline__ bool begin_alike(int block) const {
+    if (launch.attention.block_tables == nullptr) return false;
     const int first = device::from_lane(block, 0);
-    return 2 * device::count_lanes(lane > 0 && lane < looked && block == first) >= looked;
+    return 2 * device::count_lanes(lane > 0 && lane < looked() && block == first) >= looked();
+  }
+  /// That of this lane's sequence.
+  __device__ __forceinline__ int first_block() const {
+    const AttentionParams& p = launch.attention;
+    if (p.block_tables == nullptr) return 0;
+    const int b = launch.first_sequence + config::lesser(lane, looked() - 1);
+    return ptx::load_from_l2(p.block_tables + b * p.stride_table);
+  }
+  __device__ __forceinline__ int looked() const {
+    return config::lesser(launch.sequences, device::kWarpSize);
   }
 
   __device__ __forceinline__ int limit_of(int b) const {

@@ -169,9 +169,10 @@ struct Bringer {
   const Source sources[2] = {
       {p.k_scale, p.stride_ks_batch, p.stride_ks_row, p.stride_ks_head},
       {p.v_scale, p.stride_vs_batch, p.stride_vs_row, p.stride_vs_head}};
-  // More of them on their way make the memory slower. H200, bf16, 32 sequences of 8k keys: 258 us,
-  // and 248 so.
-  static constexpr int kInFlight = kFlightBytes / Tile::kBytes;
+  // More of them on their way make the memory slower. H200, bf16, with 96, 64 and 48 KB, us: 32
+  // sequences of 8k keys 258, 248, 248; 32 of 4k 129.8 and 128.4 with 64 and 48, 32 of 512 21.2 and
+  // 20.7, of 200 to 8200 123.0 and 121.6. With 32, 128 of 4k 489 and 492.
+  static constexpr int kInFlight = config::greater(kFlightBytes / Tile::kBytes, 2);
   static_assert(kInFlight < Tile::kStages, "a stage that has landed is not yet asked for again");
   Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
   Ring<Tile::kStages> landed;

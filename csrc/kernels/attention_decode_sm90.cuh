@@ -27,7 +27,7 @@ constexpr int kWarps =
 constexpr int kConsumerThreads = kWarps * device::kWarpSize;
 constexpr int kThreads = kConsumerThreads + 2 * device::kWarpSize;
 constexpr int kBlockBytes = 113 * 1024;  // of shared memory: two blocks an SM
-constexpr int kFlightBytes = 64 * 1024;  // that a block has asked for and not got
+constexpr int kFlightBytes = 48 * 1024;  // that a block has asked for and not got
 constexpr int kAskedAhead = 3;  // tiles before an item's end, its block asks for another
 constexpr int kStep = 16;                // keys of one MMA
 // Keys of a box of a sequence's last tile, most of which may be none of its keys; blocks are
