@@ -89,16 +89,18 @@ def test_shared_tiles(M: int, N: int, K: int, expected: str, zero_point: bool, g
 @pytest.mark.gpu
 @pytest.mark.parametrize("zero_point", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scales_of_any_size(dtype: torch.dtype, zero_point: bool) -> None:
+@pytest.mark.parametrize(("M", "group"), [(20, 128), (40, 64), (100, 128), (100, 64)])
+def test_scales_of_any_size(M: int, group: int, dtype: torch.dtype, zero_point: bool) -> None:
     """Each row of the weight has scales of its own power of two, up to the ends of what bfloat16
-    weights are expanded within: 2^26 and 2^-60."""
-    N, K, M = 256, 256, 100
+    weights are expanded within: 2^26 and 2^-60. By the cluster kernel, which scales sums of up to
+    32 rows, and in groups of 64 also by the one for more rows."""
+    N, K = 256, 256
     generator = torch.Generator().manual_seed(0)
     first, last = (-60, 26) if dtype == torch.bfloat16 else (-10, 2)
     powers = torch.linspace(first, last, N).round()
-    scales = (2.0**powers * (1 + torch.rand(2, N, generator=generator) / 2)).to(dtype)
+    scales = (2.0**powers * (1 + torch.rand(K // group, N, generator=generator) / 2)).to(dtype)
     q = torch.randint(0, 16, (N, K), generator=generator)
-    zeros = torch.randint(0, 16, (2, N), generator=generator) if zero_point else None
+    zeros = torch.randint(0, 16, (K // group, N), generator=generator) if zero_point else None
     weight = ops.Int4Weight.from_quantized(q, scales, zeros, None).to("cuda")
     x = torch.randn(M, K, generator=generator).to("cuda", dtype)
     wanted = x.double() @ weight.dequantize().double().T

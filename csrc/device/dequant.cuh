@@ -114,35 +114,70 @@ __device__ __forceinline__ std::uint32_t expand_int4(std::uint32_t word, int i, 
 /// byte of its half is a number. Weights come times 2^-32, which keeps factors in range: of scales
 /// below 2^27, and weights above 2^-94. 9 instructions for 8 weights, where shifts, a base, its
 /// difference and a product are 15; with zero points 13.
-constexpr float kInt4InPlaceUnit = 4294967296.0f;  // what they leave to multiply by
+template <class T> constexpr bool kInt4InPlace = std::is_same_v<T, __nv_bfloat16>;
+template <class T> constexpr float kInt4Unit = kInt4InPlace<T> ? 4294967296.0f : 1.0f;  // to undo
 
-/// What becomes of one scale and zero point, kHigh: for nibbles in the high half of a byte.
-template <bool kHigh>
-struct Int4InPlace {
-  using T = __nv_bfloat16;
-  static constexpr std::uint32_t kMask = kHigh ? 0x00f000f0u : 0x000f000fu;
+/// Nibbles i and i + 4 of `word` where they lie, those of row r + 8 where i is odd.
+__device__ __forceinline__ Pair<__nv_bfloat16> int4_nibbles(std::uint32_t word, int i) {
+  return as_pair<__nv_bfloat16>((word >> i / 2 * 8) & (i % 2 == 0 ? 0x000f000fu : 0x00f000f0u));
+}
+/// Such a number in units of its row: those of row r + 8 are in the high half of a byte.
+__device__ __forceinline__ Pair<__nv_bfloat16> int4_in_place(std::uint32_t value, bool high) {
+  return as_pair<__nv_bfloat16>(value * (high ? 0x00100010u : 0x00010001u));
+}
+/// What makes weights of nibbles in those units: 2^(133 - 32), or a 16th of that.
+__device__ __forceinline__ Pair<__nv_bfloat16> int4_in_place_factor(bool high) {
+  return as_pair<__nv_bfloat16>(high ? 0x70007000u : 0x72007200u);
+}
 
-  /// A scale in nibbles' units: times 2^(133 - 32), or a 16th of that.
-  __device__ __forceinline__ static Pair<T> factor(T scale) {
-    return __hmul2(Pair<T>{scale, scale}, as_pair<T>(kHigh ? 0x70007000u : 0x72007200u));
-  }
-  /// -8 scales, exactly: what symmetric weights add to their product.
-  __device__ __forceinline__ static Pair<T> offset(T scale) {
-    return __hmul2(Pair<T>{scale, scale}, as_pair<T>(0xb100b100u));  // -8 / 2^32
-  }
-  __device__ __forceinline__ static Pair<T> zero(std::uint32_t zero) {
-    return as_pair<T>(zero * (kHigh ? 0x00100010u : 0x00010001u));
+/// Expands the words of rows r and r + 8 of an int4 block, of a scale and zero point each, or none:
+/// kZeros.
+template <class T, bool kZeros>
+struct Int4Rows {
+  Pair<T> scale[2], zero[2];  // in place without zero points: -8 scales, which meet the product
+
+  __device__ __forceinline__ void set(int r, T of, std::uint32_t zero_point) {
+    scale[r] = Pair<T>{of, of};
+    if constexpr (kInt4InPlace<T>) {
+      zero[r] = kZeros ? int4_in_place(zero_point, r == 1)
+                       : __hmul2(scale[r], as_pair<T>(0xb100b100u));  // -8 / 2^32
+      scale[r] = __hmul2(scale[r], int4_in_place_factor(r == 1));
+    } else {
+      zero[r] = int4_zero<T>(zero_point);
+    }
   }
 
-  /// Nibbles of `word`, (q - 8) * scale: one rounding.
-  __device__ __forceinline__ static std::uint32_t expand(std::uint32_t word, Pair<T> factor,
-                                                         Pair<T> offset) {
-    return as_bits(__hfma2(as_pair<T>(word & kMask), factor, offset));
+  /// Nibbles i and i + 4 of `word` as weights: one rounding.
+  __device__ __forceinline__ std::uint32_t expand(std::uint32_t word, int i) const {
+    if constexpr (kInt4InPlace<T>) {
+      const auto nibbles = int4_nibbles(word, i);
+      return as_bits(kZeros ? __hmul2(__hsub2(nibbles, zero[i % 2]), scale[i % 2])
+                            : __hfma2(nibbles, scale[i % 2], zero[i % 2]));
+    } else {
+      return expand_int4<T>(word, i, zero[i % 2], scale[i % 2]);
+    }
   }
-  /// (q - zero) * scale: exact difference, one rounding.
-  __device__ __forceinline__ static std::uint32_t expand_from(std::uint32_t word, Pair<T> factor,
-                                                              Pair<T> zero) {
-    return as_bits(__hmul2(__hsub2(as_pair<T>(word & kMask), zero), factor));
+};
+
+/// The same less their zero points alone, exactly.
+template <class T>
+struct Int4Differences {
+  Pair<T> zero[2];
+
+  __device__ __forceinline__ void set(int r, std::uint32_t zero_point) {
+    if constexpr (kInt4InPlace<T>) {
+      zero[r] = __hmul2(int4_in_place(zero_point, false), as_pair<T>(0xf200f200u));  // -2^101
+    } else {
+      zero[r] = int4_zero<T>(zero_point);
+    }
+  }
+  __device__ __forceinline__ std::uint32_t expand(std::uint32_t word, int i) const {
+    if constexpr (kInt4InPlace<T>) {
+      return as_bits(
+          __hfma2(int4_nibbles(word, i), int4_in_place_factor(i % 2 == 1), zero[i % 2]));
+    } else {
+      return expand_int4<T>(word, i, zero[i % 2]);
+    }
   }
 };
 

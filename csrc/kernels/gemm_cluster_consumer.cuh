@@ -3,7 +3,7 @@
 #include "device/ptx/warpgroup.cuh"
 #include "device/ptx/wgmma_few.cuh"
 #include "device/ptx/wgmma_shared.cuh"
-#include "kernels/gemm_cluster_sm90.cuh"
+#include "kernels/gemm_cluster_int4.cuh"
 #include "kernels/gemm_epilogue.cuh"
 
 /// The warpgroups that multiply in the cluster kernel.
@@ -81,86 +81,6 @@ struct Consumer {
       }
   }
 
-  /// Where the thread finds its words, scales and zero points of int4 in a stage.
-  struct Places {
-    int words, scales, zeros;
-  };
-
-  __device__ Places find_places() const {
-    const int r = unit * kGroupRows + warp * kStripRows + lane / 4;
-    const int box = params.paired && r >= params.box_rows ? 1 : 0, at = r - box * params.box_rows;
-    return {Layout::weight_at(0, params) + unit * Layout::kWeightBytes + warp * 1024 + lane * 16,
-            Layout::scales_at(box, params) + at * 2, Layout::zeros_at(box, params) + at};
-  }
-
-  /// Scales and zero points of the thread's two rows, for one group of a stage.
-  struct Scaling {
-    device::Pair<T> scale[2], zero[2];
-  };
-
-  /// Those of group `g` of the stage.
-  __device__ Scaling scaling_of(const char* stage, const Places& places, int g) const {
-    const T* scales = reinterpret_cast<const T*>(stage + places.scales) + g * params.box_rows;
-    const char* zeros = stage + places.zeros + g * params.box_rows;
-    Scaling scaling;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      std::uint32_t zero = Int4Layout::kSymmetricZero;
-      if (params.gemm.weight.zeros) zero = static_cast<std::uint8_t>(zeros[8 * i]);
-      scaling.scale[i] = {scales[8 * i], scales[8 * i]};
-      scaling.zero[i] = device::int4_zero<T>(zero);
-    }
-    return scaling;
-  }
-
-  __device__ static uint4 words_of(const char* stage, const Places& places, int box) {
-    return *reinterpret_cast<const uint4*>(stage + places.words + box * 512);
-  }
-
-  /// Sixteen columns of the warp's rows as an operand.
-  __device__ static void expand_int4(std::uint32_t word, const Scaling& scaling,
-                                     std::uint32_t (&a)[4]) {
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      a[j] = device::expand_int4<T>(word, j, scaling.zero[j % 2], scaling.scale[j % 2]);
-  }
-
-  /// 64 columns of groups that a stage has several of, `into` columns of the first before it.
-  __device__ void expand_groups(const char* stage, const Places& places, int box, int into,
-                                int last, std::uint32_t (&a)[4][4]) const {
-    const uint4 raw = words_of(stage, places, box);
-    const std::uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
-    const int group = params.gemm.weight.group;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {  // 32 columns a group at least
-      const int at = into + min(box * 64 + half * 32, last);
-      int g = 0;
-      for (int next = group; at >= next; next += group) ++g;
-      const Scaling scaling = scaling_of(stage, places, g);
-      expand_int4(words[2 * half], scaling, a[2 * half]);
-      expand_int4(words[2 * half + 1], scaling, a[2 * half + 1]);
-    }
-  }
-
-  /// 64 columns less their zero points, exactly.
-  __device__ static void expand_group(const uint4& words, const device::Pair<T> (&zero)[2],
-                                      std::uint32_t (&a)[4][4]) {
-    const std::uint32_t of[4] = {words.x, words.y, words.z, words.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) a[i][j] = device::expand_int4<T>(of[i], j, zero[j % 2]);
-  }
-
-  /// 64 columns of one group.
-  __device__ static void expand_group(const uint4& words, const Scaling& scaling,
-                                      std::uint32_t (&a)[4][4]) {
-    expand_int4(words.x, scaling, a[0]);
-    expand_int4(words.y, scaling, a[1]);
-    expand_int4(words.z, scaling, a[2]);
-    expand_int4(words.w, scaling, a[3]);
-  }
-
   /// The scales of the 128 x 128 that a step multiplies, of fp8 weights, for the warp's eights.
   __device__ float2 block_scale(int step) const {
     const GemmParams& p = params.gemm;
@@ -223,45 +143,80 @@ struct Consumer {
   /// 20.0 and 16.9, 4096 x 28672 29.0 and 24.2; 32 rows of these 8.0 and 7.9, 20.3 and 18.9, 28.8
   /// and 26.6. Sums of 64 rows leave no registers for it.
   template <int kRows>
-  __device__ void run_scaled_sums(Fixed& fixed, const char* ring, const Places& places, int count,
-                                  int turn, int turns) {
+  __device__ void run_scaled_sums(Fixed& fixed, const char* ring, int count, int turn,
+                                  int turns) {
+    const Int4<T, Layout> int4(params, unit, warp, lane);
     if (turn >= count) return;
     std::uint32_t a[2][4][4];
     RingPlace place;
     place.advance(turn, params.stages);
     const char* stage = ring + place.stage * params.stage_bytes;
     ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
-    uint4 second = words_of(stage, places, 1);
-    Scaling scaling = scaling_of(stage, places, 0);
-    expand_group(words_of(stage, places, 0), scaling.zero, a[0]);
+    uint4 second = int4.words_of(stage, 1);
+    float scale[2], next_scale[2] = {};
+    device::Int4Differences<T> differences;
+    const auto take_scales = [&](float (&to)[2]) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        to[r] = device::to_float(int4.scale_of(stage, 0, r));
+        differences.set(r, int4.zero_of(stage, 0, r));
+      }
+    };
+    take_scales(scale);
+    int4.expand(int4.words_of(stage, 0), differences, differences, a[0]);
 #pragma unroll 1
     for (int i = turn; i < count; i += turns) {
       float part[kRows / 8][4];
       multiply_registers(stage, a[0], 0, part, false);
-      expand_group(second, scaling.zero, a[1]);
+      int4.expand(second, differences, differences, a[1]);
       multiply_registers(stage, a[1], 1, part, true);
       const int last = place.stage;
-      const float scale[2] = {device::to_float(scaling.scale[0].x),
-                              device::to_float(scaling.scale[1].x)};
       const bool more = i + turns < count;
       uint4 first;
       if (more) {
         place.advance(turns, params.stages);
         stage = ring + place.stage * params.stage_bytes;
         ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
-        first = words_of(stage, places, 0);
-        second = words_of(stage, places, 1);
-        scaling = scaling_of(stage, places, 0);
+        first = int4.words_of(stage, 0);
+        second = int4.words_of(stage, 1);
+        take_scales(next_scale);
       }
       ptx::wgmma_wait<1>();
-      if (more) expand_group(first, scaling.zero, a[0]);
+      if (more) int4.expand(first, differences, differences, a[0]);
       ptx::wgmma_wait<0>();
       ptx::hold_registers(part);
       release(fixed, last);
 #pragma unroll
       for (int j = 0; j < kRows / 2; ++j)
         sums[j / 4][j % 4] = fmaf(scale[j % 4 / 2], part[j / 4][j % 4], sums[j / 4][j % 4]);
+      scale[0] = next_scale[0], scale[1] = next_scale[1];
     }
+  }
+
+  /// Int4 with scales in its operands.
+  template <bool kZeros>
+  __device__ void run_scaled_rows(Fixed& fixed, const char* ring, int begin, int count, int turn,
+                                  int turns) {
+    const Int4<T, Layout> int4(params, unit, warp, lane);
+    const GemmParams& p = params.gemm;
+    if (p.weight.group % Layout::kCols == 0 || p.weight.group >= p.K) {
+      device::Int4Rows<T, kZeros> rows;
+      return run_expanded(fixed, ring, count, turn, turns,
+                          [&](int, const char* stage, int box, std::uint32_t(&a)[4][4]) {
+                            if (box == 0) rows = int4.template rows_of<kZeros>(stage, 0);
+                            int4.expand(int4.words_of(stage, box), rows, rows, a);
+                          });
+    }
+    run_expanded(fixed, ring, count, turn, turns,
+                 [&](int i, const char* stage, int box, std::uint32_t(&a)[4][4]) {
+                   const int k0 = (begin + i) * Layout::kCols, last = p.K - 1 - k0;
+                   const int into = k0 - params.group.divide(k0) * p.weight.group;
+                   const auto rows_at = [&](int at) {  // of a group, 32 columns at least
+                     return int4.template rows_of<kZeros>(stage, int4.group_of(into, at, last));
+                   };
+                   const auto low = rows_at(box * 64), high = rows_at(box * 64 + 32);
+                   int4.expand(int4.words_of(stage, box), low, high, a);
+                 });
   }
 
   /// Each step's products to registers of their own, which are scaled and added in float32.
@@ -295,27 +250,16 @@ struct Consumer {
                       last = place;
                     });
     } else if constexpr (Layout::kInt4) {
-      const int group = p.weight.group;
-      const Places places = find_places();
-      const bool whole = group % Layout::kCols == 0 || group >= p.K;
+      const bool whole = p.weight.group % Layout::kCols == 0 || p.weight.group >= p.K;
       const bool few = whole && kTokens == 32;
       if (few && params.rows_held <= 16) {
-        run_scaled_sums<16>(fixed, ring, places, count, turn, turns);
+        run_scaled_sums<16>(fixed, ring, count, turn, turns);
       } else if (few) {
-        run_scaled_sums<32>(fixed, ring, places, count, turn, turns);
-      } else if (whole) {
-        Scaling scaling;
-        run_expanded(fixed, ring, count, turn, turns,
-                     [&](int, const char* stage, int box, std::uint32_t(&a)[4][4]) {
-                       if (box == 0) scaling = scaling_of(stage, places, 0);
-                       expand_group(words_of(stage, places, box), scaling, a);
-                     });
+        run_scaled_sums<32>(fixed, ring, count, turn, turns);
+      } else if (p.weight.zeros) {
+        run_scaled_rows<true>(fixed, ring, begin, count, turn, turns);
       } else {
-        run_expanded(fixed, ring, count, turn, turns,
-                     [&](int i, const char* stage, int box, std::uint32_t(&a)[4][4]) {
-                       const int k0 = (begin + i) * Layout::kCols;
-                       expand_groups(stage, places, box, k0 % group, p.K - 1 - k0, a);
-                     });
+        run_scaled_rows<false>(fixed, ring, begin, count, turn, turns);
       }
     } else if constexpr (kFp8X) {
       run_in_parts(fixed, ring, begin, count, turn, turns);

@@ -32,7 +32,7 @@ struct Finish {
     const GemmParams& p = params.gemm;
     if (threadIdx.x < rows)
       fixed.x_scale[threadIdx.x] =
-          p.x.scale ? p.x.scale[p.x.scale_per_row ? row0 + threadIdx.x : 0] : 1.0f;
+          params.unit * (p.x.scale ? p.x.scale[p.x.scale_per_row ? row0 + threadIdx.x : 0] : 1.0f);
     const int column = threadIdx.x, up = column - params.box_rows;
     if (column >= params.tile_rows) return;
     const int n = params.paired && up >= 0 ? up_first + up : first + column;

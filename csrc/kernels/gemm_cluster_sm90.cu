@@ -147,6 +147,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // By turns, a stage is always the same warpgroup's: it waits for each of its phases.
   params.stages = params.row_groups == 1 ? stages / 2 * 2 : stages;
   check(stages >= (params.row_groups == 1 ? 4 : 2), "linear: a ring of ", stages, " stages");
+  params.unit = Layout::kInt4 ? device::kInt4Unit<T> : 1.0f;
   constexpr int kXBytes = kFp8X ? 1 : 2;
   params.x = device::matrix_map({.data = p.x.data,
                                  .element_bytes = kXBytes,

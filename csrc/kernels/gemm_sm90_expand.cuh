@@ -31,8 +31,7 @@ struct Tile {
   static constexpr int kDepth = kFp8X ? 128 : 64;  // columns of K a stage
   static constexpr bool kInt4 = kFormat_ == WeightFormat::kInt4;
   static constexpr bool kBlocks = kBlocks_;
-  static constexpr bool kInPlace = kInt4 && !kFp8X && std::is_same_v<T, __nv_bfloat16>;
-  static constexpr float kUnit = kInPlace ? device::kInt4InPlaceUnit : 1.0f;  // of sums
+  static constexpr float kUnit = kInt4 && !kFp8X ? device::kInt4Unit<T> : 1.0f;  // of sums
   static constexpr bool kCuts = kCuts_;
   static constexpr bool kWhole = !kCuts || kRows_ != 256;    // or one does
   static constexpr bool kShares = kCuts && kWhole && !kFp8X;  // or some take tails of others' tiles

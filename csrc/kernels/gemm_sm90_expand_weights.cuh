@@ -14,15 +14,12 @@ struct Fragments {
 template <class Tile, bool kZeros>
 struct Weights {
   using T = typename Tile::T;
-  using Low = device::Int4InPlace<false>;  // the nibbles of rows 0 to 7 of a warp's 16
-  using High = device::Int4InPlace<true>;  // of rows 8 to 15
 
   const Shared<Tile>& shared;
   const Launch& launch;
   Consumer me;
   std::uint32_t words[Tile::kBands][kSteps];                      // int4
-  device::Pair<T> scale[Tile::kBands][2];  // int4
-  device::Pair<T> zero[Tile::kBands][2];   // int4: zero points; in place, without them, -8 scales
+  device::Int4Rows<T, kZeros> rows[Tile::kBands];                 // int4
   const float* blocks[Tile::kBands];                              // fp8: scales of 128 columns each
   float block_scale[Tile::kBands];
   // int4: where the lane's words, scales and zero points lie in a stage. Instructions beside
@@ -43,15 +40,7 @@ struct Weights {
         const T value = scales.of[group][0][scales_at[band] + 8 * r];
         std::uint32_t zero_point = Int4Layout::kSymmetricZero;
         if (kZeros) zero_point = scales.zeros[group][0][zeros_at[band] + 8 * r];
-        if constexpr (Tile::kInPlace) {
-          scale[band][r] = r == 0 ? Low::factor(value) : High::factor(value);
-          zero[band][r] = !kZeros ? Low::offset(value)
-                          : r == 0 ? Low::zero(zero_point)
-                                   : High::zero(zero_point);
-        } else {
-          scale[band][r] = device::Pair<T>{value, value};
-          zero[band][r] = device::int4_zero<T>(zero_point);
-        }
+        rows[band].set(r, value, zero_point);
       }
   }
 
@@ -101,16 +90,8 @@ struct Weights {
     for (int band = 0; band < Tile::kBands; ++band)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        if constexpr (Tile::kInPlace) {
-          const std::uint32_t word = words[band][step] >> i / 2 * 8;
-          const auto factor = scale[band][i % 2], other = zero[band][i % 2];
-          to.a[band][i] = i % 2 == 0 ? (kZeros ? Low::expand_from(word, factor, other)
-                                               : Low::expand(word, factor, other))
-                                     : (kZeros ? High::expand_from(word, factor, other)
-                                               : High::expand(word, factor, other));
-        } else if constexpr (Tile::kInt4) {
-          to.a[band][i] = device::expand_int4<T>(words[band][step], i, zero[band][i % 2],
-                                                 scale[band][i % 2]);
+        if constexpr (Tile::kInt4) {
+          to.a[band][i] = rows[band].expand(words[band][step], i);
         } else {
           // Rows of 64 bytes with the swizzle of their size: chunks of 16 move by row / 2.
           const std::uint8_t* rows = shared.weight[stage][half_of<Tile>(me.warpgroup, band)];

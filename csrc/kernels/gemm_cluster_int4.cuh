@@ -1,0 +1,65 @@
+#pragma once
+#include "device/dequant.cuh"
+#include "kernels/gemm_cluster_sm90.cuh"
+
+/// Where a thread of the cluster kernel finds its int4 in a stage.
+namespace ridgeline::gemm_cluster {
+
+template <class T, class Layout>
+struct Int4 {
+  const ClusterParams& params;
+  int words, scales, zeros;  // bytes from the start of a stage
+
+  __device__ Int4(const ClusterParams& of, int unit, int warp, int lane) : params(of) {
+    const int r = unit * kGroupRows + warp * kStripRows + lane / 4;
+    const int box = params.paired && r >= params.box_rows ? 1 : 0, at = r - box * params.box_rows;
+    words = Layout::weight_at(0, params) + unit * Layout::kWeightBytes + warp * 1024 + lane * 16;
+    scales = Layout::scales_at(box, params) + at * 2;
+    zeros = Layout::zeros_at(box, params) + at;
+  }
+
+  /// Scale and zero point of the thread's row r or r + 8, of group `g` of the stage.
+  __device__ T scale_of(const char* stage, int g, int r) const {
+    return (reinterpret_cast<const T*>(stage + scales) + g * params.box_rows)[8 * r];
+  }
+  __device__ std::uint32_t zero_of(const char* stage, int g, int r) const {
+    if (!params.gemm.weight.zeros) return Int4Layout::kSymmetricZero;
+    return static_cast<std::uint8_t>((stage + zeros + g * params.box_rows)[8 * r]);
+  }
+
+  template <bool kZeros>
+  __device__ device::Int4Rows<T, kZeros> rows_of(const char* stage, int g) const {
+    device::Int4Rows<T, kZeros> rows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) rows.set(r, scale_of(stage, g, r), zero_of(stage, g, r));
+    return rows;
+  }
+
+  /// Where a stage has several groups and starts `into` columns after its first: that of column
+  /// `at`, of which the last that there is may be before.
+  __device__ int group_of(int into, int at, int last) const {
+    int g = 0;
+    for (int next = params.gemm.weight.group; into + min(at, last) >= next;
+         next += params.gemm.weight.group)
+      ++g;
+    return g;
+  }
+
+  /// Of 64 columns, 16 a word.
+  __device__ uint4 words_of(const char* stage, int box) const {
+    return *reinterpret_cast<const uint4*>(stage + words + box * 512);
+  }
+
+  /// Those columns of the warp's 16 rows as operands, the first 32 by `low`.
+  template <class Rows>
+  __device__ static void expand(const uint4& words, const Rows& low, const Rows& high,
+                                std::uint32_t (&a)[4][4]) {
+    const std::uint32_t of[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) a[step][j] = (step < 2 ? low : high).expand(of[step], j);
+  }
+};
+
+}  // namespace ridgeline::gemm_cluster
