@@ -282,7 +282,10 @@ def plan(
         (4, {"hopper": True, "format": "fp8_fp8", "chained": True}, "strips"),
         (5, {"hopper": True, "format": "fp8_fp8", "chained": True}, "cluster"),
         (65, {"hopper": True}, "library"),
-        (65, {"hopper": True, "format": "int4"}, "expand"),
+        (65, {"hopper": True, "format": "int4"}, "cluster"),
+        (256, {"hopper": True, "format": "int4"}, "cluster"),
+        (257, {"hopper": True, "format": "int4"}, "expand"),
+        (65, {"hopper": True, "format": "int4", "dtype": "float16"}, "expand"),
         (65, {"hopper": True, "format": "fp8"}, "expand"),
         (65, {"hopper": True, "format": "fp8_fp8"}, "fp8"),
         (65, {"hopper": True, "format": "fp8_fp8", "invariant": True}, "tile"),
@@ -414,7 +417,9 @@ def test_a_cluster_fills_the_machine(N: int, K: int, format: str, tile: tuple[in
     [
         (128, 4096, 4096, "fp8_fp8", (128, 128, 3)),
         (128, 4096, 14336, "fp8", (128, 128, 4)),
-        (128, 6144, 4096, "int4", (128, 128, 2)),
+        (128, 6144, 4096, "fp8", (128, 128, 2)),
+        (128, 6144, 4096, "int4", (0, 128, 1)),  # the cluster kernel's, of 64 rows
+        (128, 4096, 4096, "int4", (0, 128, 2)),
         (128, 28672, 4096, "fp8_fp8", (128, 256, 1)),
         (512, 4096, 4096, "fp8_fp8", (128, 128, 1)),
         (128, 256, 128, "fp8_fp8", (128, 128, 1)),

@@ -10,28 +10,34 @@ import torch.nn.functional as F
 
 from ridgeline import ops
 
-# M, N, K, and who multiplies a tile: one block, several a segment of K, or another its tail.
+# M, N, K, and who multiplies a tile: one block, several a segment of K, or another its tail; or the
+# cluster kernel, tiles of 64 rows.
 SHARED = [
-    (128, 4096, 2048, "segments"),  # four of them
-    (192, 4096, 2048, "segments"),  # tiles of 192 rows
-    (128, 8192, 2048, "segments"),  # two
+    (128, 4096, 14336, "segments"),  # four of them
+    (192, 4096, 14336, "segments"),  # tiles of 192 rows
+    (128, 5120, 10240, "segments"),  # two
     (500, 4096, 14336, "segments"),  # two, tiles of 256 rows
     (250, 6144, 4096, "tail"),
     (384, 6144, 4096, "tail"),  # tiles of 192 rows
+    (65, 2048, 2048, "cluster"),
+    (128, 4096, 2048, "cluster"),
+    (250, 4096, 2048, "cluster"),  # rows of the last tile are multiplied twice
 ]
 
 
-def plan(M: int, N: int, K: int, format: str = "int4", sms: int = 132) -> dict[str, int]:
+def plan(M: int, N: int, K: int, format: str = "int4", sms: int = 132) -> dict[str, str]:
     text = torch.ops.ridgeline.gemm_plan(
         M, N, K, "bfloat16", format, "none", True, False, True, False, False, sms
     )
     path, *fields = text.split()
-    assert path == "expand"
-    return {name: int(value) for name, value in (field.split("=") for field in fields)}
+    assert path in ("expand", "cluster")
+    return {"path": path, **dict(field.split("=") for field in fields)}
 
 
-def who(chosen: dict[str, int]) -> str:
-    return "tail" if chosen["tail"] else "segments" if chosen["segments"] > 1 else "whole"
+def who(chosen: dict[str, str]) -> str:
+    if chosen["path"] == "cluster":
+        return "cluster"
+    return "tail" if chosen["tail"] != "0" else "segments" if chosen["segments"] != "1" else "whole"
 
 
 @pytest.mark.parametrize(("M", "N", "K", "expected"), [*SHARED, (4096, 4096, 4096, "whole")])
@@ -47,12 +53,12 @@ def test_blocks_that_wait_for_each_other_run_at_once(sms: int) -> None:
         for N in range(1024, 16384, 1024):
             for format in ("int4", "fp8"):
                 chosen = plan(M, N, 4096, format, sms)
-                tiles = -(-M // chosen["tile_rows"]) * -(-N // chosen["tile_cols"])
-                if chosen["segments"] > 1:
-                    assert tiles * chosen["segments"] <= sms
-                if chosen["tail"]:
-                    assert tiles + -(-tiles // 3) <= sms
-                shared += who(chosen) != "whole"
+                if who(chosen) not in ("segments", "tail"):
+                    continue
+                tiles = -(-M // int(chosen["tile_rows"])) * -(-N // int(chosen["tile_cols"]))
+                helpers = -(-tiles // 3) if who(chosen) == "tail" else 0
+                assert tiles * int(chosen["segments"]) + helpers <= sms
+                shared += 1
     assert shared > 0
 
 

@@ -71,8 +71,8 @@ constexpr std::int64_t tail_blocks(std::int64_t tiles) {
 /// in the last wave. So two or four blocks take a segment of a tile's K each; or SMs without a tile
 /// take the last stages of three. They wait for each other, so each has an SM: on a GPU of fewer
 /// there are fewer of them. All stages shared out evenly among all SMs were 2% faster for 512 rows
-/// of int4, 4096 x 6144, and 10% slower for fp8.
-constexpr void cut_for_expand(const Shape& shape, Config& config) {
+/// of int4, 4096 x 6144, and 10% slower for fp8. Returns that time.
+constexpr double cut_for_expand(const Shape& shape, Config& config) {
   constexpr double kTailAdds = 1.5, kTailLeaves = 2.7;
   const bool to_fp8 = config.path == Path::kExpandToFp8;
   const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
@@ -107,6 +107,47 @@ constexpr void cut_for_expand(const Shape& shape, Config& config) {
     for (const TileTime& tile : kExpandToFp8Tiles) consider_tile(tile);
   } else {
     for (const TileTime& tile : kExpandTiles) consider_tile(tile);
+  }
+  return best;
+}
+
+/// Tiles of the cluster kernel by more rows of int4 than few, each block on an SM of its own. Rows
+/// of 64 expand a weight twice as often as those of 128, but such a kernel starts and ends sooner.
+/// In units of kExpandTiles, of which kernels take 6% and 0.8 us more.
+constexpr TileTime kClusterTiles[] = {{64, 128, 0.403, 2.55, 1.65},
+                                      {64, 112, 0.403, 2.55, 1.65},
+                                      {64, 64, 0.259, 2.65, 0.78}};
+
+/// That kernel where it takes less than `time`. H200, lab, us, expanded tiles, so, and cuBLAS bf16:
+/// 4096 x 4096 by 128 rows 14.7, 11.8, 13.7, by 192 19.0, 16.1, 17.5, by 256 19.6, 16.8, 17.1; 4096
+/// x 6144 by 128 19.4, 16.1, 16.7; 5120 x 5120 by 192 29.2, 19.9, 22.3; 2048 x 2048 by 128 11.2,
+/// 6.4, 6.8. With zero points or gated it gains as much, or loses up to 4% where it gains as
+/// little. x of 8 bits would become one of 16 ahead, 2.6 us.
+constexpr void cut_rows_for_cluster(const Shape& shape, double time, Config& config) {
+  constexpr std::int32_t kColumns = 640, kMostSegments = 4;
+  const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
+  if (shape.format != WeightFormat::kInt4 || shape.dtype != DType::kBFloat16 || shape.byte_x ||
+      !whole || shape.N % kStripRows != 0)
+    return;
+  const bool gated = is_gated(shape.activation);
+  for (const TileTime& tile : kClusterTiles) {
+    const std::int32_t box = gated ? tile.cols / 2 : tile.cols;
+    if (box % kStripRows != 0) continue;
+    const std::int64_t tiles = ceil_div<std::int64_t>(shape.M, tile.rows) *
+                               ceil_div(gated ? shape.N / 2 : shape.N, box);
+    for (std::int32_t segments = 1; segments <= kMostSegments; ++segments) {
+      if (tiles > kClusters[segments - 1] || (segments > 1 && segments * kColumns > shape.K)) break;
+      const std::int32_t steps = ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);
+      const double takes = tile.step * steps + tile.ends + (segments > 1 ? tile.add : 0.0);
+      if (takes >= time) continue;
+      time = takes;
+      config = {.path = Path::kCluster,
+                .segments = segments,
+                .split = false,
+                .tile_rows = 0,
+                .tile_cols = tile.cols,
+                .fused = true};
+    }
   }
 }
 
