@@ -19,6 +19,7 @@ SHARED = [
     (500, 4096, 14336, "segments"),  # two, tiles of 256 rows
     (250, 6144, 4096, "tail"),
     (384, 6144, 4096, "tail"),  # tiles of 192 rows
+    (500, 6144, 4096, "tail"),  # tiles of 256 rows
     (65, 2048, 2048, "cluster"),
     (128, 4096, 2048, "cluster"),
     (250, 4096, 2048, "cluster"),  # rows of the last tile are multiplied twice

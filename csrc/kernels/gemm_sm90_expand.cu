@@ -287,6 +287,7 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
 template <class T, WeightFormat kFormat, bool kBlocks>
 void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void* parts,
                     Stream stream) {
+  constexpr bool kTails = kFormat == WeightFormat::kInt4 && std::is_same_v<T, __nv_bfloat16>;
   if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // fewer kernels for float16
     if (config.tile_rows == 256 && config.segments > 1)
       return launch_tiles<Tile<T, kFormat, kBlocks, 256, 1, true>>(p, config, parts, stream);
@@ -295,7 +296,8 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void
         return launch_tiles<Tile<T, kFormat, kBlocks, 192, 1, true>>(p, config, parts, stream);
   }
   if (config.tile_rows == 256)
-    return launch_tiles<Tile<T, kFormat, kBlocks, 256, 1, false>>(p, config, parts, stream);
+    return launch_tiles<Tile<T, kFormat, kBlocks, 256, 1, false, false, kTails>>(p, config, parts,
+                                                                                 stream);
   if (config.tile_cols == 256)
     return launch_tiles<Tile<T, kFormat, kBlocks, 128, 2, false>>(p, config, parts, stream);
   launch_tiles<Tile<T, kFormat, kBlocks, 128, 1, true>>(p, config, parts, stream);

@@ -21,10 +21,10 @@ constexpr int kStepBytes = 32;  // 16 columns of x, or 32 of e4m3
 /// half as often, 192 by 128 leave fewer rows empty, 128 by 256 suit fewer rows, 128 by 128 make
 /// tiles where those are few. kBlocks: fp8 weights with scales of 128 x 128. kCuts: several blocks
 /// may multiply a tile; of 256 rows they always do, for which there are no registers otherwise.
-/// kFp8X: x is e4m3, its columns in the order of gemm_detail::launch_reorder, and int4 becomes
-/// e4m3.
+/// kTails: of 256 rows, too, some may take tails of others' tiles. kFp8X: x is e4m3, its columns in
+/// the order of gemm_detail::launch_reorder, and int4 becomes e4m3.
 template <class T_, WeightFormat kFormat_, bool kBlocks_, int kRows_, int kBands_, bool kCuts_,
-          bool kFp8X_ = false>
+          bool kFp8X_ = false, bool kTails_ = false>
 struct Tile {
   using T = T_;
   static constexpr bool kFp8X = kFp8X_;
@@ -34,7 +34,7 @@ struct Tile {
   static constexpr float kUnit = kInt4 && !kFp8X ? device::kInt4Unit<T> : 1.0f;  // of sums
   static constexpr bool kCuts = kCuts_;
   static constexpr bool kWhole = !kCuts || kRows_ != 256;    // or one does
-  static constexpr bool kShares = kCuts && kWhole && !kFp8X;  // or some take tails of others' tiles
+  static constexpr bool kShares = (kCuts && kWhole && !kFp8X) || kTails_;  // or some take tails
   static constexpr int kBands = kBands_;
   static constexpr int kRows = kRows_;                      // of x: wgmma's columns
   static constexpr int kBoxCols = kBands * kWarpgroupRows;  // weight rows of half a tile

@@ -66,7 +66,7 @@ __device__ __forceinline__ void leave_part(const Launch& launch, int slot, const
 template <class Tile>
 __device__ __forceinline__ void add_part(const Launch& launch, int slot, Sums<Tile>& sums,
                                          const Consumer& me) {
-  constexpr int kAtOnce = kEights<Tile> == 16 ? 16 : 8;  // as registers allow
+  constexpr int kAtOnce = kEights<Tile> == 16 ? 16 : kEights<Tile> == 24 ? 8 : 4;  // registers
   if (me.thread == 0) take_sign(launch, slot * kConsumers + me.warpgroup);
   me.meet();  // the part is there
   const float4* part = part_of<Tile>(launch, slot, me);

@@ -73,7 +73,7 @@ constexpr std::int64_t tail_blocks(std::int64_t tiles) {
 /// there are fewer of them. All stages shared out evenly among all SMs were 2% faster for 512 rows
 /// of int4, 4096 x 6144, and 10% slower for fp8. Returns that time.
 constexpr double cut_for_expand(const Shape& shape, Config& config) {
-  constexpr double kTailAdds = 1.5, kTailLeaves = 2.7;
+  constexpr double kTailAdds = 1.5;
   const bool to_fp8 = config.path == Path::kExpandToFp8;
   const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
   const std::int32_t at_once = std::min<std::int32_t>(shape.sms, kBlocksWanted);
@@ -97,9 +97,10 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
     for (const std::int32_t segments : {2, 4})
       if (tiles * segments <= at_once && segments <= steps)
         consider(tile, tile.step * ceil_div(steps, segments) + tile.ends + tile.add, segments, 0);
-    if (tile.rows == 256 || to_fp8) return;
-    const auto tail = static_cast<std::int32_t>(
-        (steps - kTailsOfBlock * kTailLeaves / tile.step) / (kTailsOfBlock + 1));
+    if (to_fp8 || (tile.rows == 256 && shape.format != WeightFormat::kInt4)) return;
+    const double leaves = tile.rows == 256 ? 3.8 : 2.7;  // a tail's sums
+    const auto tail = static_cast<std::int32_t>((steps - kTailsOfBlock * leaves / tile.step) /
+                                                (kTailsOfBlock + 1));
     if (tail > 0 && tiles + tail_blocks(tiles) <= at_once)
       consider(tile, tile.step * (steps - tail) + tile.ends + kTailAdds, 1, tail);
   };
