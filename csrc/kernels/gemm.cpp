@@ -99,7 +99,8 @@ bool must_prepare(const GemmParams& p, const Config& config) {
   const bool by_groups = p.x.scale_per_group;
   const bool takes_fp8 = p.weight.format == WeightFormat::kFp8
                              ? config.path == Path::kFp8 || (few && !by_groups)
-                             : config.path == Path::kDigits && !by_groups;
+                             : (config.path == Path::kDigits && !by_groups) ||
+                                   (config.path == Path::kCluster && int4_takes_fp8(p));
   const bool as_is = p.x.dtype == p.dtype || (p.x.dtype == DType::kFloat8E4M3 && takes_fp8);
   if ((p.x.norm_weight && !folds_norm(p, config)) || p.x.perm || !as_is) return true;
   if (config.path == Path::kSimple) return false;

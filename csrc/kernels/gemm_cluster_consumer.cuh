@@ -219,6 +219,48 @@ struct Consumer {
                  });
   }
 
+  /// Int4 by e4m3, stages that lie in one group, without zero points: products of a stage are
+  /// scaled and added in float32. While they run, up to 32 rows of x, the next stage is expanded.
+  template <int kRows>
+  __device__ void run_as_e4m3(Fixed& fixed, const char* ring, int count, int turn, int turns) {
+    constexpr bool kAhead = kRows <= 32;
+    if (turn >= count) return;
+    const Int4<T, Layout> int4(params, unit, warp, lane);
+    RingPlace place;
+    place.advance(turn, params.stages);
+    std::uint32_t a[4][4], ahead[4][4];
+    const auto wait_full = [&] {
+      ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
+      return ring + place.stage * params.stage_bytes;
+    };
+    const char* stage = wait_full();
+    int4.expand_to_e4m3(stage, a);
+#pragma unroll 1
+    for (int i = turn; i < count; i += turns) {
+      float part[kRows / 8][4];
+      multiply_registers(stage, a, 0, part, false);
+      const float2 scale = int4.e4m3_scales(stage);
+      const int last = place.stage;
+      const bool more = i + turns < count;
+      if (more) place.advance(turns, params.stages);
+      if (kAhead && more) int4.expand_to_e4m3(stage = wait_full(), ahead);
+      ptx::wgmma_wait<0>();
+      ptx::hold_registers(part);
+      release(fixed, last);
+#pragma unroll
+      for (int j = 0; j < kRows / 2; ++j)
+        sums[j / 4][j % 4] =
+            fmaf(j % 4 < 2 ? scale.x : scale.y, part[j / 4][j % 4], sums[j / 4][j % 4]);
+      if (!more) continue;
+      if constexpr (!kAhead) {
+        int4.expand_to_e4m3(stage = wait_full(), a);
+      } else {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) a[j / 4][j % 4] = ahead[j / 4][j % 4];
+      }
+    }
+  }
+
   /// Each step's products to registers of their own, which are scaled and added in float32.
   __device__ void run_in_parts(Fixed& fixed, const char* ring, int begin, int count, int turn,
                                int turns) {
@@ -249,6 +291,12 @@ struct Consumer {
                       if (last >= 0) release(last);
                       last = place;
                     });
+    } else if constexpr (Layout::kInt4 && kFp8X) {
+      if (kTokens == 32 && params.rows_held <= 16) {
+        run_as_e4m3<16>(fixed, ring, count, turn, turns);
+      } else {
+        run_as_e4m3<kTokens>(fixed, ring, count, turn, turns);
+      }
     } else if constexpr (Layout::kInt4) {
       const bool whole = p.weight.group % Layout::kCols == 0 || p.weight.group >= p.K;
       const bool few = whole && kTokens == 32;

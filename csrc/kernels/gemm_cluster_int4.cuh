@@ -2,15 +2,17 @@
 #include "device/dequant.cuh"
 #include "kernels/gemm_cluster_sm90.cuh"
 
-/// Where a thread of the cluster kernel finds its int4 in a stage.
+/// Where a thread of the cluster kernel finds its int4 in a stage, and how that becomes operands.
 namespace ridgeline::gemm_cluster {
 
 template <class T, class Layout>
 struct Int4 {
   const ClusterParams& params;
+  int lane;
   int words, scales, zeros;  // bytes from the start of a stage
 
-  __device__ Int4(const ClusterParams& of, int unit, int warp, int lane) : params(of) {
+  __device__ Int4(const ClusterParams& params, int unit, int warp, int lane)
+      : params(params), lane(lane) {
     const int r = unit * kGroupRows + warp * kStripRows + lane / 4;
     const int box = params.paired && r >= params.box_rows ? 1 : 0, at = r - box * params.box_rows;
     words = Layout::weight_at(0, params) + unit * Layout::kWeightBytes + warp * 1024 + lane * 16;
@@ -59,6 +61,33 @@ struct Int4 {
     for (int step = 0; step < 4; ++step)
 #pragma unroll
       for (int j = 0; j < 4; ++j) a[step][j] = (step < 2 ? low : high).expand(of[step], j);
+  }
+
+  /// 128 columns less 8 as operands of e4m3, in units of 1 / kInt4AsE4m3Unit. Of 16 columns a
+  /// lane's word has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, with t = lane % 4, and its operand 4 t to
+  /// 4 t + 3: they are in the words of two neighbours.
+  __device__ void expand_to_e4m3(const char* stage, std::uint32_t (&a)[4][4]) const {
+    const int neighbour = lane % 2 * 2 - lane % 4, bytes = lane % 4 < 2 ? 0x6420 : 0x7531;
+#pragma unroll
+    for (int box = 0; box < 2; ++box) {
+      const auto* from = reinterpret_cast<const uint4*>(stage + words + box * 512) + neighbour;
+      const uint4 low = from[0], high = from[1];
+      const std::uint32_t of[4] = {
+          __byte_perm(low.x, high.x, bytes), __byte_perm(low.y, high.y, bytes),
+          __byte_perm(low.z, high.z, bytes), __byte_perm(low.w, high.w, bytes)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        std::uint32_t(&to)[4] = a[box * 2 + i / 2];
+        device::int4_as_e4m3(of[i], to[i % 2 * 2], to[i % 2 * 2 + 1]);
+      }
+    }
+  }
+
+  /// Scales of those operands, of the thread's two rows.
+  __device__ float2 e4m3_scales(const char* stage) const {
+    const T* of_rows = reinterpret_cast<const T*>(stage + scales);
+    return {device::to_float(of_rows[0]) * device::kInt4AsE4m3Unit,
+            device::to_float(of_rows[8]) * device::kInt4AsE4m3Unit};
   }
 };
 

@@ -202,6 +202,8 @@ void launch_format(const GemmParams& p, const gemm_config::Config& config, Strea
     case WeightFormat::kDense:
       return launch<T, T, WeightFormat::kDense, false, kTokens>(p, config, stream);
     case WeightFormat::kInt4:
+      if (p.x.dtype == DType::kFloat8E4M3)
+        return launch<T, std::uint8_t, WeightFormat::kInt4, true, kTokens>(p, config, stream);
       return launch<T, T, WeightFormat::kInt4, false, kTokens>(p, config, stream);
     case WeightFormat::kFp8:
       if (p.x.dtype == DType::kFloat8E4M3)

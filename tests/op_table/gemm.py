@@ -234,6 +234,20 @@ def _w4a8_samples() -> list[Sample]:
                x_scale=_positive(7), weight=_int4_weight(80, 576, 64, True, False)),
         Sample("1 row of fp8, chunks that warps take by turns", x=fp8(1, 4608),
                x_scale=_positive(1), weight=_int4_weight(48, 4608, 128, False, False)),
+        # Up to 64 the cluster kernel takes them so, without zero points.
+        *(Sample(f"{rows} rows of fp8, {what}", x=fp8(rows, K), x_scale=_positive(rows),
+                 weight=_int4_weight(N, K, group, False, False), **options)
+          for rows in (12, 17, 64) for what, N, K, group, options in (
+              ("gated, an odd stage", 224, 640, 128, {"activation": "silu_mul"}),
+              ("K a block and a half, whole column", 80, 96, -1, {}),
+              ("K long: a cluster, groups of two stages", 64, 8192, 256, {"bias": normal(64)}),
+              ("read early", 48, 2048, 128, {"weights_ready": True}))),
+        Sample("40 rows of fp8, zero points", x=fp8(40, 256), x_scale=_positive(40),
+               weight=_int4_weight(64, 256, 128, True, False)),
+        Sample("12 rows of fp8, NaN stays in its row", x_scale=_positive(12),
+               x=normal(12, 512, dtype=torch.float32).set((1, 5), math.nan).to(
+                   torch.float8_e4m3fn),
+               weight=_int4_weight(64, 512, 128, False, False)),
         Sample("3 rows of fp8, off 16 bytes", x=fp8(3, 136)[:, 3:131], x_scale=_positive(3),
                weight=_int4_weight(64, 128, 128, False, False)),
         Sample("3 rows of fp8, NaN stays in its row", x_scale=_positive(3),
