@@ -146,6 +146,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                               params.stage_bytes);
   // By turns, a stage is always the same warpgroup's: it waits for each of its phases.
   params.stages = params.row_groups == 1 ? stages / 2 * 2 : stages;
+  params.prefetched = shares ? params.stages / 2 : 0;
   check(stages >= (params.row_groups == 1 ? 4 : 2), "linear: a ring of ", stages, " stages");
   params.unit = Layout::kInt4 ? device::kInt4Unit<T> : 1.0f;
   constexpr int kXBytes = kFp8X ? 1 : 2;
