@@ -269,15 +269,20 @@ def plan(
         (9, {"hopper": True}, "cluster"),
         (64, {"hopper": True}, "cluster"),
         (9, {"hopper": True, "library": False}, "cluster"),
+        (1, {"hopper": True, "format": "int4"}, "once"),
+        (1, {"hopper": True, "format": "int4", "chained": True}, "digits"),
+        (2, {"hopper": True, "format": "int4"}, "digits"),
         (4, {"hopper": True, "format": "int4"}, "digits"),
         (5, {"hopper": True, "format": "int4"}, "cluster"),
         (8, {"hopper": True, "format": "int4", "chained": True}, "digits"),
         (8, {"hopper": True, "format": "int4", "norm": True}, "digits"),
         (9, {"hopper": True, "format": "int4"}, "cluster"),
+        (1, {"hopper": True, "format": "fp8"}, "once"),
         (4, {"hopper": True, "format": "fp8"}, "strips"),
         (5, {"hopper": True, "format": "fp8", "chained": True}, "cluster"),
         (8, {"hopper": True, "format": "fp8", "norm": True}, "strips"),
-        (1, {"hopper": True, "format": "fp8_fp8"}, "strips"),
+        (1, {"hopper": True, "format": "fp8_fp8"}, "once"),
+        (1, {"hopper": True, "format": "fp8_fp8", "chained": True}, "strips"),
         (2, {"hopper": True, "format": "fp8_fp8"}, "cluster"),
         (4, {"hopper": True, "format": "fp8_fp8", "chained": True}, "strips"),
         (5, {"hopper": True, "format": "fp8_fp8", "chained": True}, "cluster"),
@@ -327,6 +332,22 @@ def test_gated_products_of_few_rows_are_fused() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("N", "K", "format", "path"),
+    [
+        (6144, 4096, "int4", "once"),  # three strips an SM
+        (6400, 4096, "int4", "digits"),
+        (4096, 4160, "int4", "digits"),  # more columns than 16 warps have
+        (4096, 4096, "fp8", "once"),
+        (6144, 4096, "fp8", "strips"),
+        (2048, 4096, "fp8", "strips"),  # a strip an SM
+        (2048, 2048, "fp8", "once"),
+    ],
+)
+def test_one_row_of_a_weight_that_registers_hold(N: int, K: int, format: str, path: str) -> None:
+    assert plan(1, N, K, hopper=True, format=format)["path"] == path
+
+
 @pytest.mark.parametrize("activation", [None, "silu_mul"])
 @pytest.mark.parametrize(("M", "N", "K"), [(9, 4096, 4096), (32, 4128, 5000), (49, 6144, 4096)])
 def test_dense_products_of_the_cluster_kernel(

@@ -25,10 +25,10 @@ __device__ __forceinline__ std::uint32_t largest_magnitude(const std::uint32_t (
 }
 
 /// Values that are not finite become zero.
-template <class T>
-__device__ __forceinline__ void drop_not_finite(std::uint32_t (&pairs)[8]) {
+template <class T, int kPairs>
+__device__ __forceinline__ void drop_not_finite(std::uint32_t (&pairs)[kPairs]) {
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 0; i < kPairs; ++i) {
     if ((pairs[i] & 0x7fffu) >= kNotFinite<T>) pairs[i] &= 0xffff0000u;
     if ((pairs[i] >> 16 & 0x7fffu) >= kNotFinite<T>) pairs[i] &= 0x0000ffffu;
   }

@@ -88,18 +88,20 @@ struct Plan {
 
 /// Whether the kernel normalizes x on its way.
 bool folds_norm(const GemmParams& p, const Config& config) {
-  const bool strips = config.path == Path::kStrips || config.path == Path::kDigits;
+  const bool strips = config.path == Path::kStrips || config.path == Path::kDigits ||
+                      config.path == Path::kOnce;
   return strips && p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype &&
          p.x.norm_dtype == p.dtype && is_aligned(p.x.norm_weight, 0);
 }
 
 bool must_prepare(const GemmParams& p, const Config& config) {
   if (p.weight.format == WeightFormat::kInt8) return false;
-  const bool few = config.path == Path::kStrips || config.path == Path::kCluster;
+  const bool once = config.path == Path::kOnce;
+  const bool few = once || config.path == Path::kStrips || config.path == Path::kCluster;
   const bool by_groups = p.x.scale_per_group;
   const bool takes_fp8 = p.weight.format == WeightFormat::kFp8
                              ? config.path == Path::kFp8 || (few && !by_groups)
-                             : (config.path == Path::kDigits && !by_groups) ||
+                             : ((once || config.path == Path::kDigits) && !by_groups) ||
                                    (config.path == Path::kCluster && int4_takes_fp8(p));
   const bool as_is = p.x.dtype == p.dtype || (p.x.dtype == DType::kFloat8E4M3 && takes_fp8);
   if ((p.x.norm_weight && !folds_norm(p, config)) || p.x.perm || !as_is) return true;
@@ -154,6 +156,7 @@ Plan plan_of(const GemmParams& p) {
                     .batch_invariant = p.batch_invariant,
                     .chained = p.weights_ready,
                     .normalizes = p.x.norm_weight != nullptr,
+                    .makes_codes = p.x.to_codes,
                     .sms = device::multiprocessors()};
   Plan plan{.config = gemm_config::choose(shape)};
   plan.prepares = must_prepare(p, plan.config);
@@ -199,10 +202,11 @@ std::size_t gemm_workspace_bytes(const GemmParams& params) {
 }
 
 bool gemm_makes_codes(const GemmParams& params) {
-  const Plan plan = plan_of(params);
-  return params.weight.format == WeightFormat::kFp8 && params.M == 1 &&
-         params.K <= gemm_config::kCodesCols && plan.config.path == Path::kStrips &&
-         !plan.prepares;
+  GemmParams p = params;
+  p.x.to_codes = true;
+  const Plan plan = plan_of(p);
+  return p.weight.format == WeightFormat::kFp8 && p.M == 1 && p.K <= gemm_config::kCodesCols &&
+         plan.config.path == Path::kStrips && !plan.prepares;
 }
 
 void gemm(const GemmParams& params, Stream stream) {
@@ -233,6 +237,8 @@ void gemm(const GemmParams& params, Stream stream) {
       return gemm_detail::launch_strips(p, stream);
     case Path::kDigits:
       return gemm_detail::launch_digits(p, stream);
+    case Path::kOnce:
+      return gemm_detail::launch_once(p, stream);
     case Path::kCluster:
       return gemm_detail::launch_cluster(p, plan.config, stream);
     case Path::kStream:

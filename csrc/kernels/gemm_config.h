@@ -79,6 +79,23 @@ constexpr bool is_for_digits(const Shape& shape) {
          digits_bytes(shape) <= 2 * kShareOfSm;
 }
 
+/// One row of a weight that the registers of all SMs hold, of 4 bits three strips an SM, of 8 two.
+/// Not chained: its blocks leave no registers to those of the next kernel. H200, us alone, strips
+/// or digits and so: int4 4096 x 4096 5.0 and 4.2, 4096 x 6144 6.3 and 5.5, 1024 x 4096 3.6 and
+/// 2.3; fp8 by bf16 7.0 and 6.5, 1024 x 4096 3.8 and 2.8, but 4096 x 2048, a strip an SM, 4.5 and
+/// 4.9. Chained, a layer of 8B products in int4: 39 and 46.
+constexpr bool is_for_once(const Shape& shape) {
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
+  if (shape.M != 1 || shape.K > kOnceMostCols || shape.chained || shape.makes_codes ||
+      is_gated(shape.activation))
+    return false;
+  const std::int32_t strips = ceil_div(ceil_div(shape.N, kStripRows), shape.sms);
+  if (int4) return whole && strips <= 3;
+  return shape.format == WeightFormat::kFp8 && strips <= 2 &&
+         (strips == 2 || shape.K <= kOnceMostCols / 2);
+}
+
 /// Hopper's kernels for many rows. They have one order of K, but not that of the other kernels: not
 /// where bits may not depend on M.
 constexpr bool is_for_hopper_tiles(const Shape& shape) {
@@ -206,6 +223,7 @@ constexpr Path path_of(const Shape& shape) {
   const bool dense = shape.format == WeightFormat::kDense;
   const bool may_call = dense && shape.library && !shape.batch_invariant;
   if (is_for_hopper(shape)) {
+    if (is_for_once(shape)) return Path::kOnce;
     if (is_for_strips(shape)) return Path::kStrips;
     if (is_for_digits(shape)) return Path::kDigits;
     return may_call && !cluster_beats_library(shape) ? Path::kLibrary : Path::kCluster;

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, kTiles == 1 ? 
             p.weight.zeros ? p.weight.zeros + n : nullptr,
             static_cast<const char*>(p.x.data) +
                 i / kStripRows * p.x.stride_row * (has_byte_x(p) ? 1 : 2),
-            n, warp);
+            n, warp * kChunkCols, kChunkCols, kWarps * kChunkCols);
       }
     }
     barriers.sums.arrive_done(strip);  // this lane's sums are written

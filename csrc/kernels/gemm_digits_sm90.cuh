@@ -4,6 +4,7 @@
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/mma_int8.cuh"
 #include "kernels/gemm_digits_stage.cuh"
+#include "kernels/gemm_not_finite.cuh"
 
 /// What a warp of the digits kernel does besides: how the weight comes, and how 16 of its rows meet
 /// up to eight rows of x.
@@ -105,33 +106,6 @@ __device__ __forceinline__ void multiply_chunk(const DigitsParams& params, const
       }
     }
   }
-}
-
-/// The products of a row of x's values that are not finite with weight row n, in every kWarps-th
-/// chunk from `turn` on: what the digits leave out. Addresses: of the weight's strip, of the scales
-/// and the zero points of row n, of the row of x.
-template <class T>
-__device__ __noinline__ float products_not_finite(const GemmParams& p, const void* strip,
-                                                  const T* scales, const std::uint8_t* zeros,
-                                                  const void* x_row, int n, int turn) {
-  float sum = 0.0f;
-  for (int chunk = turn; chunk * kChunkCols < p.K; chunk += kWarps)
-    for (int k = chunk * kChunkCols; k < min((chunk + 1) * kChunkCols, p.K); ++k) {
-      float x = has_byte_x(p) ? device::dequantise(static_cast<const std::uint8_t*>(x_row)[k],
-                                                   DType::kFloat8E4M3, 1.0f)
-                              : device::to_float(static_cast<const T*>(x_row)[k]);
-      if (p.x.norm_weight)
-        x = device::to_float(device::from_float<T>(
-            x * device::to_float(static_cast<const T*>(p.x.norm_weight)[k])));
-      if (isfinite(x)) continue;
-      const std::int64_t at = static_cast<std::int64_t>(k / p.weight.group) * p.N;
-      const int zero = zeros ? zeros[at] : Int4Layout::kSymmetricZero;
-      const int q = device::int4_of_block(
-          static_cast<const std::uint32_t*>(strip) + k / Int4Layout::kCols * Int4Layout::kWords,
-          n % kStripRows, k % Int4Layout::kCols);
-      sum += x * (static_cast<float>(q - zero) * device::to_float(scales[at]));
-    }
-  return sum;
 }
 
 /// Where a chunk of the strip from weight row `row` on lies, its scales and its zero points.

@@ -119,7 +119,8 @@ __global__ void __launch_bounds__(kThreads + kFinishers * 32, 1)
         mine[i] += products_not_finite<T>(
             p, walk.weight(), static_cast<const T*>(p.weight.scales) + scales,
             p.weight.zeros ? p.weight.zeros + scales : nullptr,
-            static_cast<const T*>(p.x.data) + row * p.x.stride_row, n, turn);
+            static_cast<const T*>(p.x.data) + row * p.x.stride_row, n, turn * kChunkCols,
+            kChunkCols, kWarps * kChunkCols);
       }
     }
     __syncwarp();  // the sums of every lane are written

@@ -14,6 +14,8 @@ constexpr int kStreamRows = 16;     // the few-row kernel's most rows: one m16 o
 constexpr int kFewRows = 64;        // up to here own kernels beat the library's
 constexpr int kStripsRows = 8;      // Hopper: the most rows of the strips and the digits kernel
 constexpr int kDigitsCols = 512;    // columns of K that a warp of the latter takes at a time
+constexpr int kOnceCols = 256;      // columns of K that a warp of the kernel of one row has, ...
+constexpr int kOnceMostCols = 16 * kOnceCols;  // ... and all of a block
 constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kCodesCols = 16384;   // columns of a row whose codes the strips kernel makes
@@ -42,6 +44,7 @@ enum class Path : std::uint8_t {
   kSimple,   // any alignment, and float32 without the library
   kGrouped,  // Hopper, dense, where bits may not depend on M: the experts' kernel, of one
   kTurns,    // Hopper, dense, more rows, an activation: two warpgroups take tiles by turns
+  kOnce,     // Hopper, one row, a small weight of 4 or 8 bits: registers hold it
 };
 
 struct Shape {
@@ -62,6 +65,7 @@ struct Shape {
   bool batch_invariant;
   bool chained;     // kernels follow each other, and this one requests its weights meanwhile
   bool normalizes;  // x meets its norm in the product's kernel, where that can
+  bool makes_codes = false;          // and becomes e4m3 there
   std::int32_t sms = kBlocksWanted;  // of the GPU
 };
 

@@ -138,10 +138,8 @@ struct Normed {
     }
   }
 
-  /// All lanes call it, for row m.
-  __device__ void apply(const GemmParams& p, std::uint32_t (&pairs)[kPairs], Squares& squares,
-                        int m, int warp, int lane) const {
-    if (!p.x.norm_weight) return;
+  /// x meets the norm's weight. The sum of the lane's squares.
+  __device__ __forceinline__ float weigh(std::uint32_t (&pairs)[kPairs]) const {
     float sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kPairs; ++i) {
@@ -150,7 +148,14 @@ struct Normed {
       pairs[i] = device::as_bits(__hmul2(device::as_pair<T>(pairs[i]),
                                          device::as_pair<T>(weight[i])));
     }
-    sum = device::warp_reduce<device::Sum>(sum);
+    return sum;
+  }
+
+  /// All lanes call it, for row m.
+  __device__ __forceinline__ void apply(const GemmParams& p, std::uint32_t (&pairs)[kPairs],
+                                        Squares& squares, int m, int warp, int lane) const {
+    if (!p.x.norm_weight) return;
+    const float sum = device::warp_reduce<device::Sum>(weigh(pairs));
     if (lane == 0) squares.of[m][warp] += sum;
   }
 };

@@ -308,6 +308,18 @@ INT4 = OpCase(
                weight=_int4_weight(64, 512, 64, True, False)),
         Sample("K long, 130 rows: a cluster", x=normal(130, 8192), bias=normal(544),
                weight=_int4_weight(544, 8192, 128, True, False), activation="silu_mul"),
+        # One row that registers hold: up to two strips a block, and three, columns of every warp.
+        *(Sample(f"1 row, {what}", x=normal(1, K), weight=_int4_weight(N, K, group, zeros, False),
+                 **options)
+          for what, N, K, group, zeros, options in (
+              ("two strips a block, norm", 2128, 4096, 256, True, {"norm_weight": normal(4096)}),
+              ("three strips a block", 4256, 1088, -1, False, {"bias": normal(4256)}),
+              ("a residual", 2128, 640, 128, True, {"residual": normal(1, 2128)}))),
+        Sample("1 row, three strips a block, far apart in size, an infinity",
+               x=normal(1, 2048).set((0, 7), 1e3).set((0, 1300), math.inf),
+               weight=_int4_weight(4256, 2048, 128, True, False)),
+        Sample("1 row, NaN", x=normal(1, 512).set((0, 300), math.nan),
+               weight=_int4_weight(64, 512, 128, True, False)),
         *_w4a8_samples(),
     ],
     errors=[
@@ -393,6 +405,13 @@ FP8 = OpCase(
         *_fp8_shapes(),
         *epilogue_samples(_fp8_inputs),
         Sample("no rows", x=normal(0, 64), weight=fp8(32, 64), weight_scale=_positive(32)),
+        Sample("1 row, two strips a block, norm", x=normal(1, 4096), weight=fp8(2120, 4096),
+               weight_scale=_positive(2120), norm_weight=normal(4096)),
+        Sample("1 row, two strips a block, block scales", x=normal(1, 1360),
+               weight=fp8(2200, 1360), weight_scale=_positive(18, 11)),
+        Sample("1 row of fp8, columns of every warp", x=fp8(1, 4096), weight=fp8(2200, 4096),
+               x_scale=_positive(1), weight_scale=_positive(2200), out_dtype=torch.bfloat16,
+               residual=normal(1, 2200, dtype=torch.bfloat16)),
         Sample("5 rows, 8 chunks, norm", x=normal(5, 2048), weight=fp8(48, 2048),
                weight_scale=_positive(48), norm_weight=normal(2048)),
         Sample("5 rows of fp8, 16 chunks, read early", x=fp8(5, 4096), weight=fp8(48, 4096),

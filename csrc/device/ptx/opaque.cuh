@@ -9,4 +9,10 @@ __device__ __forceinline__ int opaque(int value) {
   return value;
 }
 
+template <class T>
+__device__ __forceinline__ const T* opaque(const T* address) {
+  asm volatile("" : "+l"(address));
+  return address;
+}
+
 }  // namespace ridgeline::ptx
