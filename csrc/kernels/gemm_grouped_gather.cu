@@ -16,18 +16,29 @@ struct GatherParams {
   std::int32_t vectors, stride;  // 16 bytes each: of a row, and between rows of x
 };
 
-/// Rows of x in the order of y. Grid: as many blocks as run at once; a thread copies 16 bytes at a
-/// time. Roofline: the rows in and out, bandwidth.
+/// Rows of x in the order of y, a warp each at a time. Grid: as many blocks as run at once.
+/// Roofline: the rows in and out, bandwidth.
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ GatherParams params) {
+  constexpr int kTogether = 4;  // of a lane's vectors
   ptx::launch_dependents();
   ptx::wait_for_dependencies();
   const auto* x = static_cast<const uint4*>(params.grouped.gemm.x.data);
-  const std::int64_t count = params.grouped.gemm.M * params.vectors;
-  for (std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x; i < count;
-       i += std::int64_t{gridDim.x} * kThreads) {
-    const std::int64_t s = i / params.vectors, v = i % params.vectors;
-    params.to[i] = x[row_of_x(params.grouped, s) * params.stride + v];
+  const int rows = static_cast<int>(params.grouped.gemm.M), lane = threadIdx.x % device::kWarpSize;
+  const int warp = (blockIdx.x * kThreads + threadIdx.x) / device::kWarpSize;
+  const int warps = gridDim.x * (kThreads / device::kWarpSize);
+  for (int s = warp; s < rows; s += warps) {
+    const uint4* from = x + row_of_x(params.grouped, s) * params.stride;
+    uint4* to = params.to + std::int64_t{s} * params.vectors;
+    for (int first = lane; first < params.vectors; first += kTogether * device::kWarpSize) {
+      uint4 vectors[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (const int v = first + i * device::kWarpSize; v < params.vectors) vectors[i] = from[v];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        if (const int v = first + i * device::kWarpSize; v < params.vectors) to[v] = vectors[i];
+    }
   }
 }
 
@@ -41,7 +52,7 @@ void launch_gather(const GroupedGemmParams& params, void* to, Stream stream) {
       .to = static_cast<uint4*>(to),
       .vectors = checked_int32(p.K * bytes / 16, "grouped_linear: columns"),
       .stride = checked_int32(p.x.stride_row * bytes / 16, "grouped_linear: stride of x")};
-  const std::int64_t wanted = ceil_div<std::int64_t>(p.M * gather.vectors, kThreads);
+  const std::int64_t wanted = ceil_div<std::int64_t>(p.M * device::kWarpSize, kThreads);
   const auto blocks = std::min<std::int64_t>(wanted, device::multiprocessors() * 8);
   device::launch_chained<gather_kernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0,
                                         stream, gather, "grouped_linear: rows of x");

@@ -2,8 +2,8 @@
 
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
+#include "kernels/gemm_grouped_sm90_consume.cuh"
 #include "kernels/gemm_grouped_sm90_produce.cuh"
-#include "kernels/gemm_grouped_sm90_store.cuh"
 
 namespace ridgeline::gemm_grouped {
 namespace {
@@ -19,9 +19,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   ptx::launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < launch.stages; ++i) {
-      ptx::mbarrier_init(&shared.full[i], (Tile::kInt4 ? 2 : 1) + Tile::kTeam);
+      ptx::mbarrier_init(&shared.full[i],
+                         (Tile::kInt4 ? 2 : 1) + (Tile::kInOrder ? 0 : Tile::kTeam));
       ptx::mbarrier_init(&shared.free[i], Tile::kReleases);
     }
+    if constexpr (Tile::kInOrder)
+      for (int i = 0; i < 2; ++i) {
+        ptx::mbarrier_init(&shared.planned.full[i], 1);
+        ptx::mbarrier_init(&shared.planned.free[i], Tile::kMultipliers / device::kWarpSize);
+      }
     ptx::fence_mbarrier_init();
   }
   if (threadIdx.x == Tile::kThreads - 1) {
@@ -38,9 +44,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
   if (threadIdx.x >= Tile::kMultipliers) {
     if constexpr (Tile::kConsumers == 2) ptx::release_registers<Tile::kFewRegisters>();
+    const int thread = static_cast<int>(threadIdx.x) - Tile::kMultipliers;
     Plan first{};
     if constexpr (Tile::kPlansAhead) first = plan_first<Tile>(launch);
-    produce<Tile>(launch, shared, first, static_cast<int>(threadIdx.x) - Tile::kMultipliers);
+    if constexpr (Tile::kInOrder)
+      if (thread / device::kWarpSize == kPlanner) return plan<Tile>(launch, shared);
+    produce<Tile>(launch, shared, first, thread);
   } else {
     if constexpr (Tile::kConsumers == 2) ptx::take_registers<Tile::kManyRegisters>();
     if constexpr (Tile::kPlansAhead) {
@@ -48,37 +57,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       ptx::named_barrier_sync(kConsumersBarrier, Tile::kMultipliers);  // the tables are there
       ptx::named_barrier_arrive(kTablesBarrier, Tile::kThreads);
     }
-    const Consumer me(static_cast<int>(threadIdx.x) + kWarpgroup);
-    const GemmParams& p = launch.grouped.gemm;
     clear_rows<Tile>(launch, shared);
-    Ring ring{.stages = Tile::kShaped ? launch.stages : kStagesFixed<Tile>};
-    for_each_item<false>(launch, shared, Plan{}, [&](const Item& item) {
-      RowFactors<typename Tile::T> factors;
-      const int row = me.warpgroup * kWarpgroupRows + me.warp * 16;
-      const int gate = (item.column * Tile::kCols + row) / 2 + me.quad;
-      const int plain = item.column * Tile::kCols + row + me.quad;
-      const bool gated = is_gated(p.activation);
-      const int n[2] = {gated ? gate : plain, gated ? gate + p.N / 2 : plain + 8};
-      factors.load(p, item.expert, n);
-      Sums<Tile> sums;
-      float x_scale[ceil_div(Tile::kRows, kWarpgroup)];
-      if constexpr (Tile::kFp8X) {
-#pragma unroll
-        for (int i = 0; i < ceil_div(Tile::kRows, kWarpgroup); ++i) {
-          const int r = min(me.thread + i * kWarpgroup, item.rows - 1);
-          x_scale[i] = p.x.scale[p.x.scale_per_row ? row_of_x(launch.grouped, item.row0 + r) : 0];
-        }
-      }
-      multiply_rows<Tile>(launch, shared, ring, sums, item.rows, me);
-      if constexpr (Tile::kFp8X) {
-#pragma unroll
-        for (int i = 0; i < ceil_div(Tile::kRows, kWarpgroup); ++i)
-          if (me.thread + i * kWarpgroup < Tile::kRows)
-            shared.x_scale[me.warpgroup][me.thread + i * kWarpgroup] = x_scale[i];
-      }
-      const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)) + kWarpgroup);
-      store_tile<Tile>(launch, shared, item, sums, factors, here);
-    });
+    if constexpr (Tile::kInOrder) {
+      consume_planned<Tile>(launch, shared);
+    } else {
+      consume<Tile>(launch, shared);
+    }
   }
 #endif
 }
@@ -119,7 +103,7 @@ CUtensorMap weight_map(const GroupedGemmParams& params) {
         const_cast<void*>(p.weight.data), sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
         Tile::kExpands ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
         // Boxes of 128 bytes a row, few rows of x: fetching 256 took 1 to 3% longer (H200, lab).
-        Tile::kShaped && !Tile::kExpands ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+        Tile::kPlansAhead ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
                                          : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   }
@@ -164,6 +148,24 @@ std::size_t table_bytes(const GroupedGemmParams& params) {
   return 2 * (params.experts + 1) * sizeof(std::int32_t);
 }
 
+constexpr int kManyRows = 256;  // of a tile, at most
+
+std::int64_t mean_rows(const GroupedGemmParams& params) {
+  return params.gemm.M / std::max(params.experts, 1);
+}
+
+/// Rows of x that a tile has, at most, of the kernel for many: twice as many as experts have in the
+/// mean, for some have more; fewer leave room for more stages. Where experts have one or two tiles
+/// of 256 rows, and SMs few tiles, those of 192 are alike in size.
+int row_tile_for(const GroupedGemmParams& params, int columns) {
+  const std::int64_t mean = mean_rows(params);
+  const auto rows = static_cast<int>(std::clamp<std::int64_t>(mean, 1, kManyRows));
+  if (params.experts == 1) return round_up(rows, kPieceRows);  // it has them all
+  const bool few_tiles = columns * params.experts < 4 * device::multiprocessors();
+  const int most = few_tiles && mean < 2 * kManyRows ? 192 : kManyRows;
+  return std::min(round_up(2 * rows, kPieceRows), most);
+}
+
 /// How many rows of x a stage has and how many stages the ring: of few rows, as shared memory
 /// allows. Gives the number of blocks. H200, lab, us, one token of top 2 in 8 experts of 14336 x
 /// 4096, whose tiles have an SM each: rings of eight stages of 32 rows 76.5 (bf16) and 40.8
@@ -174,7 +176,10 @@ std::int64_t shape_ring(Launch& launch) {
   const GemmParams& p = launch.grouped.gemm;
   const int sms = device::multiprocessors();
   launch.row_tile = Tile::kRows;
-  if (Tile::kShaped && p.M < Tile::kRows) launch.row_tile = round_up(static_cast<int>(p.M), 8);
+  if (Tile::kShaped && Tile::kRows <= 32 && p.M < Tile::kRows)
+    launch.row_tile = round_up(static_cast<int>(p.M), 8);
+  if (Tile::kRows > 32 && !Tile::kSegments)
+    launch.row_tile = row_tile_for(launch.grouped, launch.columns);
   // Of g experts with rows, each has a tile for its first row; the others fill tiles of row_tile.
   const std::int64_t groups = std::min<std::int64_t>(p.M, launch.grouped.experts);
   const std::int64_t most = std::max<std::int64_t>(
@@ -182,7 +187,7 @@ std::int64_t shape_ring(Launch& launch) {
   launch.stage_bytes = stage_bytes_of<Tile>(launch.row_tile);
   launch.stages = kStagesFixed<Tile>;
   if (Tile::kShaped) {
-    const bool alone = most <= sms;
+    const bool alone = most <= sms || Tile::kBlocksPerSm == 1;
     const auto fixed = static_cast<int>(sizeof(Shared<Tile>) + table_bytes(launch.grouped));
     launch.stages = std::min(alone ? kMaxStages : kStagesOfTwo,
                              ((alone ? 227 : 113) * 1024 - fixed) / launch.stage_bytes);
@@ -219,30 +224,27 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
       "grouped_linear");
 }
 
-std::int64_t mean_rows(const GroupedGemmParams& params) {
-  return params.gemm.M / std::max(params.experts, 1);
-}
-
 /// Up to so many rows an expert tiles are of 32 rows by 64 weight rows, or by 128 of weights that
 /// are expanded: four warps a scheduler hide some of that. H200, us, one token of top 2 in 8
 /// experts of 4096 x 28672: int4 124 and 71, fp8 84 and 68; 32 tokens of top 8 in 128 of 2048 x
 /// 1536: 193 and 97, 114 and 93; but two experts of 14336 x 4096, too few tiles: int4 58 and 69.
 constexpr std::int64_t kFewRows = 20;
 
-/// From so many rows an expert on rows of x are put in order ahead, for the copy engine. H200, 8192
-/// tokens, 2 of 8 experts of 4096 x 28672, TFLOP/s: copied by threads 537, in order 605.
-constexpr std::int64_t kRowsInOrder = 128;
+/// Few rows of int4 are multiplied in another order than many.
+bool has_few_rows(const GroupedGemmParams& params) {
+  const GemmParams& p = params.gemm;
+  const bool one_order = p.weight.format == WeightFormat::kInt4 && p.batch_invariant;
+  return mean_rows(params) <= kFewRows && !one_order;
+}
 
 template <class T, class X, WeightFormat kFormat>
 void launch_x(const GroupedGemmParams& params, Stream stream) {
   if constexpr (kFormat == WeightFormat::kDense)
     if (params.segments > 1) return launch_tiles<Tile<T, X, kFormat, 2, 192>>(params, stream);
   if (is_for_digits(params)) return launch_digits(params, stream);
-  // Few rows of int4 are multiplied in another order than many.
-  const bool one_order = kFormat == WeightFormat::kInt4 && params.gemm.batch_invariant;
-  if (mean_rows(params) <= kFewRows && !one_order)
+  if (has_few_rows(params))
     return launch_tiles<Tile<T, X, kFormat, expands<X>(kFormat) ? 2 : 1, 32>>(params, stream);
-  launch_tiles<Tile<T, X, kFormat, 2, sizeof(X) == 1 ? 192 : 256>>(params, stream);
+  launch_tiles<Tile<T, X, kFormat, 2, kManyRows>>(params, stream);
 }
 
 template <class T>
@@ -278,7 +280,7 @@ bool runs_on_wgmma(const GroupedGemmParams& params) {
 }
 
 std::size_t sm90_workspace_bytes(const GroupedGemmParams& params) {
-  if (params.rows == nullptr || mean_rows(params) < kRowsInOrder) return 0;
+  if (params.rows == nullptr || has_few_rows(params)) return 0;
   return static_cast<std::size_t>(params.gemm.M * params.gemm.K) * size_of(params.gemm.x.dtype);
 }
 

@@ -17,7 +17,7 @@ constexpr int kSteps = 4;       // of a stage's columns of K, the depth of one w
 constexpr int kStepBytes = 32;  // of x
 constexpr int kVector = 16;                      // bytes of one copy of x
 constexpr int kVectors = kRowBytes / kVector;    // of a row of x in a stage
-constexpr int kPieceRows = 64;                   // rows of x that the epilogue takes at a time
+constexpr int kPieceRows = 64;  // rows of x that are multiplied whole, and go to y at a time
 
 /// Whether wgmma meets the weight as 16-bit floats that it is not.
 template <class X>
@@ -49,23 +49,25 @@ struct Tile {
   static constexpr int kProducers = kWarpgroup;
   // Where a stage takes less time to multiply than to request, warps request stages by turns.
   static constexpr int kTurns = kRows <= 32 ? kProducers / device::kWarpSize : 1;
-  static constexpr int kTeam = kProducers / kTurns;  // threads that bring a stage
+  static constexpr int kTeam = kProducers / kTurns;  // threads that may copy rows to a stage
   static constexpr int kThreads = kMultipliers + kProducers;
   static constexpr int kBlocksPerSm = kRows <= 32 ? 2 : 1;
   // Twice the sums are kept: of a segment of K, and of those before it.
   static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == 192;
+  // Whether x always comes by the copy engine, so that one thread requests all.
+  static constexpr bool kInOrder = kRows > 32;
   // A thread's, of producers and of consumers, where there are two warpgroups of those.
   static constexpr int kFewRegisters =
-      kBlocksPerSm == 2 ? (kInt4 ? 56 : 48) : kSegments ? 40 : 88;
+      kBlocksPerSm == 2 ? (kInt4 ? 56 : 48) : kInOrder ? 40 : 88;
   static constexpr int kManyRegisters =
-      kBlocksPerSm == 2 ? (kInt4 ? 88 : 96) : kSegments ? 232 : 208;
+      kBlocksPerSm == 2 ? (kInt4 ? 88 : 96) : kInOrder ? 232 : 208;
   static constexpr int kWeightBytes =
       kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
   // Whether those who request find their first tile by themselves: expansion has no registers left,
   // and of many rows bf16 took 554 us for 510 so (H200, 256 tokens, 8 experts of 4096 x 28672).
   static constexpr bool kPlansAhead = kRows <= 32 && !kExpands;
   // Whether the launch shapes the ring. Int4 has no registers left for what it would be told.
-  static constexpr bool kShaped = kRows <= 32 && !kInt4;
+  static constexpr bool kShaped = kRows > 32 || !kInt4;
   static constexpr int kScaleBytes = kInt4 ? kScaleSets * (2 * kCols + round_up(kCols, 128)) : 0;
 };
 
@@ -96,6 +98,20 @@ struct Launch {
 
 // ---- Shared memory ------------------------------------------------------------------------------
 
+/// Rows [row0, row0 + rows) of y by tile `column` of the weight rows of `expert`.
+struct Item {
+  int expert, row0, rows, column;
+};
+
+/// What a warp has ready for those who multiply: items, two by turns, and factors of their rows.
+template <class Tile>
+struct Planned {
+  Item items[2];  // without rows: the last
+  Column columns[2][Tile::kCols];
+  std::uint64_t full[2], free[2];
+};
+struct NotPlanned {};
+
 /// Fixed parts; behind them the ring, and behind that, of each expert, where its rows begin, and
 /// where its row tiles.
 template <class Tile>
@@ -103,8 +119,9 @@ struct Shared {
   using T = typename Tile::T;
 
   alignas(1024) T out[Tile::kConsumers][std::min(Tile::kRows, kPieceRows)][kOutColumns];
-  float x_scale[Tile::kFp8X ? Tile::kConsumers : 1][Tile::kFp8X ? Tile::kRows : 1];
+  float x_scale[Tile::kFp8X ? 2 : 1][Tile::kFp8X ? Tile::kRows : 1];  // of an item, by turns
   alignas(8) std::uint64_t full[kMaxStages], free[kMaxStages];
+  alignas(16) std::conditional_t<Tile::kInOrder, Planned<Tile>, NotPlanned> planned;
   alignas(1024) std::uint8_t ring[];
 };
 
@@ -165,11 +182,6 @@ __device__ __forceinline__ void fill_tables(const Launch& launch, Shared<Tile>& 
   tables_of(launch, shared).fill(launch.grouped, row_tile_of<Tile>(launch),
                                  static_cast<int>(threadIdx.x) % device::kWarpSize);
 }
-
-/// Rows [row0, row0 + rows) of y by tile `column` of the weight rows of `expert`.
-struct Item {
-  int expert, row0, rows, column;
-};
 
 /// The expert of a tile: its row tiles are [start, end) of `tiles`, its rows [first, last).
 struct Plan {
@@ -246,9 +258,23 @@ __device__ __forceinline__ void for_each_item(const Launch& launch, Shared<Tile>
                        in_expert);
       each = ceil_div(rows, tiles);
     }
+    int first = place.m * each;
+    if constexpr (Tile::kRows > kPieceRows) {
+      // Pieces are multiplied whole. Which tiles have one more changes from column to column: a
+      // block that takes every 132nd tile would have them all, or none.
+      const int pieces = ceil_div(rows, kPieceRows), rest = pieces % tiles;
+      const int turn = place.n % tiles;
+      const auto more = [&](int t) {  // that tiles ahead of `t` have
+        return t < tiles ? min(t, rest) : rest + min(t - tiles, rest);
+      };
+      const int before = more(turn + place.m) - more(turn);
+      each = pieces / tiles;
+      first = (place.m * each + before) * kPieceRows;
+      each = (each + more(turn + place.m + 1) - more(turn) - before) * kPieceRows;
+    }
     fn(Item{.expert = at.expert,
-            .row0 = at.first + place.m * each,
-            .rows = min(each, rows - place.m * each),
+            .row0 = at.first + first,
+            .rows = min(each, rows - first),
             .column = place.n});
   }
 }

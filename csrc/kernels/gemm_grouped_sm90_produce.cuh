@@ -16,7 +16,9 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
                                         const Item& item, int k, int stage) {
   std::uint64_t* full = &shared.full[stage];
   const Stage<Tile> to(launch, shared, stage);
-  const int box_rows = Tile::kShaped ? launch.row_tile : std::min(Tile::kRows, kPieceRows);
+  const int box_rows = Tile::kShaped && Tile::kRows <= kPieceRows
+                           ? launch.row_tile
+                           : std::min(Tile::kRows, kPieceRows);
   const int boxes = launch.in_order ? ceil_div(item.rows, box_rows) : 0;
   const int bytes = Tile::kWeightBytes + boxes * Tile::kBoxes * box_rows * kRowBytes;
   ptx::mbarrier_expect(full, bytes);
@@ -64,11 +66,13 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
   const int turn = thread / Tile::kTeam, member = thread % Tile::kTeam;
   const int first = member / kVectors, vector = member % kVectors;
   const auto* base = static_cast<const char*>(p.x.data);
+  if (Tile::kInOrder && thread > 0 && !(Tile::kInt4 && thread == Tile::kTeam - device::kWarpSize))
+    return;
   Ring ring{.stages = Tile::kShaped ? launch.stages : kStagesFixed<Tile>,
             .parity = 1};  // the first wait on a fresh barrier passes
   for_each_item<Tile::kPlansAhead>(launch, shared, plan, [&](const Item& item) {
     std::uint32_t places[kCount];  // in units of a vector
-    const int copied = Tile::kSegments || launch.in_order ? 0 : item.rows;
+    const int copied = Tile::kInOrder || launch.in_order ? 0 : item.rows;
     const auto find = [&] {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -90,7 +94,7 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
       if (!found) find();  // with the first weights on their way
       found = true;
 #pragma unroll
-      for (int box = 0; box < (Tile::kSegments ? 0 : Tile::kBoxes); ++box) {
+      for (int box = 0; box < (Tile::kInOrder ? 0 : Tile::kBoxes); ++box) {
         const bool inside = k * Tile::kDepth + box * Tile::kBoxDepth + vector * kElements < p.K;
         std::uint8_t* stage = Stage<Tile>(launch, shared, s).x(box);
 #pragma unroll
@@ -103,9 +107,59 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
                              base + at * kVector, inside);
         }
       }
-      ptx::mbarrier_arrive_after_copies(&shared.full[s]);
+      if constexpr (!Tile::kInOrder) ptx::mbarrier_arrive_after_copies(&shared.full[s]);
     }
   });
+}
+
+// ---- Planner ------------------------------------------------------------------------------------
+
+constexpr int kPlanner = 2;  // warp of the producers that plans; the others request
+
+/// One warp has the next items ready, their scales and biases. Of many rows by many columns the way
+/// to an item and to its factors stood between two tiles for 1300 clocks (H200).
+template <class Tile>
+__device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared) {
+  using T = typename Tile::T;
+  const GroupedGemmParams& grouped = launch.grouped;
+  const GemmParams& p = grouped.gemm;
+  const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
+  const bool gated = is_gated(p.activation), fp8 = Tile::kFormat == WeightFormat::kFp8;
+  auto& planned = shared.planned;
+  int turn = 0;
+  const auto hand_over = [&](const Item& item) {
+    if (lane == 0) planned.items[turn % 2] = item;
+    __syncwarp();  // item and factors are written
+    if (lane == 0) ptx::mbarrier_arrive(&planned.full[turn % 2]);
+    ++turn;
+  };
+  const auto wait_free = [&] {
+    ptx::mbarrier_wait(&planned.free[turn % 2], turn / 2 % 2 ^ 1);
+  };
+  for_each_item<false>(launch, shared, Plan{}, [&](const Item& item) {
+    wait_free();
+    if constexpr (Tile::kFp8X)
+      for (int r = lane; r < item.rows; r += device::kWarpSize)
+        shared.x_scale[turn % 2][r] =
+            p.x.scale[p.x.scale_per_row ? row_of_x(grouped, item.row0 + r) : 0];
+    for (int c = lane; c < Tile::kCols; c += device::kWarpSize) {
+      // Gated, every other eight of them are gates and the next their up rows.
+      const int plain = item.column * Tile::kCols + c;
+      const int n = gated ? plain / 16 * 8 + plain % 8 + (plain % 16 < 8 ? 0 : p.N / 2) : plain;
+      Column column{1.0f, -0.0f};
+      if (n < p.N) {
+        const std::int64_t at = std::int64_t{item.expert} * p.N + n;
+        if (fp8)
+          column.scale = static_cast<const float*>(
+              p.weight.scales)[p.weight.scale_layout == ScaleLayout::kRow ? at : item.expert];
+        if (p.bias) column.bias = device::to_float(static_cast<const T*>(p.bias)[at]);
+      }
+      planned.columns[turn % 2][c] = column;
+    }
+    hand_over(item);
+  });
+  wait_free();
+  hand_over(Item{});
 }
 
 }  // namespace ridgeline::gemm_grouped

@@ -1,0 +1,58 @@
+#pragma once
+#include "kernels/gemm_grouped_sm90_store.cuh"
+
+/// The warpgroups that multiply: tile after tile.
+namespace ridgeline::gemm_grouped {
+
+/// Products of the block's tiles of few rows.
+template <class Tile>
+__device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shared) {
+  const Consumer me(static_cast<int>(threadIdx.x) + kWarpgroup);
+  const GemmParams& p = launch.grouped.gemm;
+  Ring ring{.stages = Tile::kShaped ? launch.stages : kStagesFixed<Tile>};
+  for_each_item<false>(launch, shared, Plan{}, [&](const Item& item) {
+    RowFactors<typename Tile::T> factors;
+    const int row = me.warpgroup * kWarpgroupRows + me.warp * 16;
+    const int gate = (item.column * Tile::kCols + row) / 2 + me.quad;
+    const int plain = item.column * Tile::kCols + row + me.quad;
+    const bool gated = is_gated(p.activation);
+    const int n[2] = {gated ? gate : plain, gated ? gate + p.N / 2 : plain + 8};
+    factors.load(p, item.expert, n);
+    Sums<Tile> sums;
+    float x_scale = 1.0f;  // of the thread's row of the tile
+    if constexpr (Tile::kFp8X) {
+      const int r = min(me.thread, item.rows - 1);
+      x_scale = p.x.scale[p.x.scale_per_row ? row_of_x(launch.grouped, item.row0 + r) : 0];
+    }
+    multiply_rows<Tile>(launch, shared, ring, sums, item.rows, me);
+    if (Tile::kFp8X && me.thread < Tile::kRows) shared.x_scale[0][me.thread] = x_scale;
+    const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)) + kWarpgroup);
+    store_tile<Tile>(launch, shared, item, sums, shared.x_scale[0], factors, here);
+  });
+}
+
+/// The same of many rows, whose items a warp has ready.
+template <class Tile>
+__device__ __forceinline__ void consume_planned(const Launch& launch, Shared<Tile>& shared) {
+  const Consumer me(static_cast<int>(threadIdx.x) + kWarpgroup);
+  Ring ring{.stages = launch.stages};
+  auto& planned = shared.planned;
+  for (int i = 0;; ++i) {
+    const int at = i % 2;
+    ptx::mbarrier_wait(&planned.full[at], i / 2 % 2);
+    const Item item = planned.items[at];
+    if (item.rows == 0) break;
+    Sums<Tile> sums;
+    multiply_rows<Tile>(launch, shared, ring, sums, item.rows, me);
+    const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)) + kWarpgroup);
+    const int row = here.warpgroup * kWarpgroupRows + here.warp * 16 + here.quad;
+    RowFactors<typename Tile::T> factors;
+    factors.take(planned.columns[at][row], planned.columns[at][row + 8]);
+    store_tile<Tile>(launch, shared, item, sums, shared.x_scale[Tile::kFp8X ? at : 0], factors,
+                     here);
+    __syncwarp();  // every lane has read what was planned
+    if (here.lane == 0) ptx::mbarrier_arrive(&planned.free[at]);
+  }
+}
+
+}  // namespace ridgeline::gemm_grouped
