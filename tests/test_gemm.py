@@ -465,22 +465,27 @@ def test_small_grids_are_split_and_large_ones_are_not() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("int4", [False, True], ids=["dense", "int4"])
-def test_a_row_of_experts_keeps_its_bits(int4: bool, device: str):
+@pytest.mark.parametrize("kind", ["dense", "fp8", "int4"])
+def test_a_row_of_experts_keeps_its_bits(kind: str, device: str):
     """One to six rows an expert, whose rings Hopper's kernel shapes, or twenty and a hundred."""
     experts, N, K = 4, 256, 512
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(experts * N, K, generator=generator).to(device, torch.bfloat16)
+    codes, scale = ops.quantize_fp8(weight, "row")
     packed = ops.Int4Experts.from_rows(ops.pack_int4(weight), experts)
     x = torch.randn(experts, 100, K, generator=generator).to(device, torch.bfloat16)
 
     def product(count: int) -> torch.Tensor:
         offsets = torch.arange(experts + 1, dtype=torch.int32, device=device) * count
         rows = x[:, :count].reshape(-1, K)
-        if int4:
-            out = ops.grouped_int4_linear(rows, packed, offsets, batch_invariant=True)
+        if kind == "dense":
+            stacked = weight.view(experts, N, K)
+            out = ops.grouped_linear(rows, stacked, offsets, batch_invariant=True)
+        elif kind == "fp8":
+            stacked, scales = codes.view(experts, N, K), scale.view(experts, N)
+            out = ops.grouped_fp8_linear(rows, stacked, scales, offsets, batch_invariant=True)
         else:
-            out = ops.grouped_linear(rows, weight.view(experts, N, K), offsets)
+            out = ops.grouped_int4_linear(rows, packed, offsets, batch_invariant=True)
         return out.view(experts, count, N)
 
     many = product(100)
@@ -489,18 +494,27 @@ def test_a_row_of_experts_keeps_its_bits(int4: bool, device: str):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_few_rows_of_int4_experts_keep_their_bits_where_their_strips_move(device: str):
+@pytest.mark.parametrize("kind", ["dense", "fp8", "int4"])
+def test_few_rows_of_experts_keep_their_bits_where_their_strips_move(kind: str, device: str):
     """Hopper deals all strips that have rows to its blocks: they move with other rows."""
     experts, N, K = 8, 1056, 4608
     generator = torch.Generator().manual_seed(0)
     weight = torch.randn(experts * N, K, generator=generator).to(device, torch.bfloat16)
-    packed = ops.Int4Experts.from_rows(ops.pack_int4(weight), experts)
     x = torch.randn(experts, 7, K, generator=generator).to(device, torch.bfloat16)
+    codes, scale = ops.quantize_fp8(weight, "row")
+    packed = ops.Int4Experts.from_rows(ops.pack_int4(weight), experts)
 
     def product(counts: list[int]) -> list[torch.Tensor]:
         offsets = torch.tensor([sum(counts[:e]) for e in range(experts + 1)], dtype=torch.int32)
+        offsets = offsets.to(device)
         rows = torch.cat([x[e, :count] for e, count in enumerate(counts)])
-        out = ops.grouped_int4_linear(rows, packed, offsets.to(device))
+        if kind == "dense":
+            out = ops.grouped_linear(rows, weight.view(experts, N, K), offsets)
+        elif kind == "fp8":
+            stacked, scales = codes.view(experts, N, K), scale.view(experts, N)
+            out = ops.grouped_fp8_linear(rows, stacked, scales, offsets)
+        else:
+            out = ops.grouped_int4_linear(rows, packed, offsets)
         return list(out.split(counts))
 
     many = product([1, 0, 7, 1, 2, 2, 0, 3])

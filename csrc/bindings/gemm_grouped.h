@@ -12,6 +12,7 @@ struct GroupedOptions {
   const OptionalTensor& rows;
   const OptionalTensor& bias;
   const std::string& activation;
+  bool batch_invariant;
 };
 
 /// The experts' weights: how many, of [N, K], and how far apart.
@@ -55,7 +56,8 @@ inline GroupedGemmParams grouped_params(const Tensor& x, DType dtype, const Opti
                  .K = checked_int32(K, "weight: columns"),
                  .x = gemm_input(x, x_scale, K, dtype, plain),
                  .weight = first,
-                 .activation = activation_of(options.activation)};
+                 .activation = activation_of(options.activation),
+                 .batch_invariant = options.batch_invariant};
   check(!params.gemm.x.scale_per_group, "x_scale: expected one value or one a row of x, got shape ",
         x_scale ? to_text(x_scale->sizes()) : "");
   check(!is_gated(params.gemm.activation) || N % 2 == 0, "weight: expected an even number of rows ",
@@ -93,7 +95,7 @@ Tensor run_grouped(const Backend& on, const Tensor& x, GroupedGemmParams& params
 template <class Backend>
 Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offsets,
                       const OptionalTensor& rows, const OptionalTensor& bias,
-                      const std::string& activation) {
+                      const std::string& activation, bool batch_invariant) {
   const Backend on(x, "x");
   const DType dtype = dtype_of(x, "x");
   expect_quantized_dtype<Backend>(dtype, "x");
@@ -109,7 +111,7 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
        .stride_expert = (experts > 1 ? weight.stride(0) : N * K) * element,
        .stride_scales = 0,
        .first = {.data = weight.data_ptr(), .stride_row = N > 1 ? weight.stride(1) : K}},
-      {offsets, rows, bias, activation});
+      {offsets, rows, bias, activation, batch_invariant});
   return run_grouped(on, x, params);
 }
 
@@ -117,7 +119,8 @@ template <class Backend>
 Tensor grouped_fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
                           const Tensor& offsets, const OptionalTensor& rows,
                           const OptionalTensor& bias, const OptionalTensor& x_scale,
-                          const std::string& out_dtype, const std::string& activation) {
+                          const std::string& out_dtype, const std::string& activation,
+                          bool batch_invariant) {
   const Backend on(x, "x");
   const DType dtype = named_dtype(out_dtype);
   expect_quantized_dtype<Backend>(dtype, x_scale ? "out_dtype" : "x");
@@ -144,7 +147,7 @@ Tensor grouped_fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& w
                  .stride_row = N > 1 ? weight.stride(1) : K,
                  .scales = weight_scale.data_ptr(),
                  .scale_layout = per_row ? ScaleLayout::kRow : ScaleLayout::kTensor}},
-      {offsets, rows, bias, activation});
+      {offsets, rows, bias, activation, batch_invariant});
   check(!Backend::kIsCuda || K % 16 == 0, "weight: expected columns divisible by 16, got ", K);
   return run_grouped(on, x, params);
 }
@@ -187,8 +190,7 @@ Tensor grouped_int4_linear(const Tensor& x, const Tensor& packed, const Tensor& 
                                              .stride_expert = strips * blocks * kBlockBytes,
                                              .stride_scales = groups * N,
                                              .first = weight},
-                                            {offsets, rows, bias, activation});
-  params.gemm.batch_invariant = batch_invariant;
+                                            {offsets, rows, bias, activation, batch_invariant});
   return run_grouped(on, x, params);
 }
 

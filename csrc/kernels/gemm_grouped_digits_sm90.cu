@@ -14,74 +14,74 @@ constexpr int kMostTileRows = 2 * kTokens;  // of x that a strip meets at a time
 
 /// Grid: a block an SM. As the digits kernel (gemm_digits_sm90.cu), of strips of one expert after
 /// the other: all strips that have rows are dealt evenly to the blocks. Where a block comes to
-/// another row tile its warps stage that tile's rows of x, while the rings are on their way.
+/// rows that are not there its warps stage them, while the rings are on their way.
 /// Roofline: the bytes of the weights of the experts that have rows; x comes from L2, once a block.
 template <class T, int kSpan>
-__global__ void __launch_bounds__(kThreads + kFinishers * 32, 1)
+__global__ void __launch_bounds__(kStripThreads, 1)
     grouped_digits_kernel(const __grid_constant__ GroupedDigitsParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) char memory[];
   const DigitsParams& digits = params.digits;
-  const GemmParams& p = params.grouped.gemm;
+  const StripLaunch& launch = params.launch;
+  const GemmParams& p = launch.grouped.gemm;
   const int warp = device::warp_index(), lane = threadIdx.x % 32;
-  const int row_tile = static_cast<int>(digits.gemm.M);
-  char* ring = memory + warp * params.stages * digits.stage_bytes;
-  auto& barriers = *reinterpret_cast<GroupedBarriers*>(memory + kWarps * params.stages *
+  const int each = kStripRows * launch.row_tile;
+  char* ring = memory + warp * kRingStages * digits.stage_bytes;
+  auto& barriers = *reinterpret_cast<GroupedBarriers*>(memory + kWarps * kRingStages *
                                                                     digits.stage_bytes);
   float* sums_at = reinterpret_cast<float*>(&barriers + 1);
-  Span* spans = reinterpret_cast<Span*>(
-      sums_at + kFinishers * params.paired * kWarps * sums_each(digits.gemm));
+  Span* spans = reinterpret_cast<Span*>(sums_at + kFinishers * launch.paired * kWarps * each);
   char* x = reinterpret_cast<char*>(
-      spans + round_up(digits.chunks * (kChunkBlocks / kSpan) * row_tile, 2));
-  auto* offsets = reinterpret_cast<std::int32_t*>(x + digits.chunks * kChunkBlocks *
-                                                          block_bytes(row_tile));
-  const Tables tables{offsets, offsets + params.grouped.experts + 1};
+      spans + round_up(digits.chunks * (kChunkBlocks / kSpan) * launch.row_tile, 2));
+  auto* lists = reinterpret_cast<RowTile*>(x + digits.chunks * kChunkBlocks *
+                                                   block_bytes(launch.row_tile));
 
   ptx::launch_dependents();
-  if (threadIdx.x == kThreads)
-    for (int i = 0; i < kFinishers; ++i) {
-      ptx::mbarrier_init(&barriers.done[i], kWarps * params.paired);
-      ptx::mbarrier_init(&barriers.free[i], 1);
-    }
+  if (threadIdx.x == kThreads) barriers.sums.init(launch);
   if (lane == 0 && warp < kWarps) {
-    for (int i = 0; i < params.stages; ++i) ptx::mbarrier_init(&barriers.full[warp][i], 1);
+    for (int i = 0; i < kRingStages; ++i) ptx::mbarrier_init(&barriers.full[warp][i], 1);
     ptx::prefetch_tensor_map(&digits.scales);
     if (p.weight.zeros) ptx::prefetch_tensor_map(&digits.zeros);
-    ptx::fence_mbarrier_init();
   }
+  ptx::fence_mbarrier_init();
+  __syncthreads();               // the barriers are made
   ptx::wait_for_dependencies();  // which weights are read is what the kernels ahead decide
-  if (warp == 0) tables.fill(params.grouped, row_tile, lane);
-  __syncthreads();  // the barriers are made, and the tiles counted
+  StripWalk walk(launch, lists + warp * launch.listed, lane);
+  if (warp >= kWarps) return finish_items<T>(walk, barriers.sums, sums_at, warp - kWarps);
 
-  StripWalk walk(params, tables);
-  if (warp >= kWarps) return finish_items<T>(params, walk, barriers, sums_at, warp - kWarps);
-
-  GroupedRequests requests(walk, warp);
+  int staging = walk.rows_together(), row = lane_row(launch, walk, staging, lane);
+  GroupedRequests requests(params, walk, warp);
   if (lane == 0)
-    for (int i = 0; i < params.stages; ++i)
+    for (int i = 0; i < kRingStages; ++i)
       requests.next(ring + i * digits.stage_bytes, &barriers.full[warp][i]);
-  const std::int64_t begin = std::int64_t{tables.offsets[params.grouped.experts]} * p.out_cols();
-  for (std::int64_t i = begin + std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
-       i < p.M * p.out_cols(); i += std::int64_t{gridDim.x} * kThreads)
-    static_cast<T*>(p.y)[i] = device::from_float<T>(0.0f);  // rows of no expert
 
-  int stage = 0, parity = 0, staged = -1;
+  int stage = 0, parity = 0, tile = -1, staged = 0, staged_end = -1;
   bool finite = true;
-  TileRows rows{};
+  RowTile rows{};
   XOfLane<1> few(x, spans, 1, lane);
   XOfLane<2> more(x, spans, 1, lane);
   for (int strip = 0, chunk = warp; walk.strips > 0; ++strip, chunk -= digits.chunks, walk.next()) {
-    if (walk.tile != staged) {
-      if (staged >= 0) ptx::named_barrier_sync(1, kThreads);  // every warp has read x
-      staged = walk.tile;
+    if (walk.tile != tile) {
+      tile = walk.tile;
       rows = walk.rows();
-      finite = stage_tile<T, kSpan>(params, rows, warp, x, spans);
-      finite = !ptx::named_barrier_any(2, kThreads, !finite);  // x is whole
-      few = XOfLane<1>(x, spans, rows.count, lane);
-      more = XOfLane<2>(x, spans, rows.count, lane);
+      if (rows.first + rows.count > staged_end) {
+        if (staged_end >= 0) ptx::named_barrier_sync(1, kThreads);  // every warp has read x
+        if (staged_end >= 0) {
+          staging = walk.rows_together();
+          row = lane_row(launch, walk, staging, lane);
+        }
+        staged = rows.first;
+        staged_end = staged + staging;
+        finite = stage_rows<T, kSpan>(params, row, staging, warp, x, spans);
+        finite = !ptx::named_barrier_any(2, kThreads, !finite);  // x is whole
+      }
+      const int at = rows.first - staged;
+      few = XOfLane<1>(x + at * kRowBytes, spans + at, rows.count, lane);
+      more = XOfLane<2>(x + at * kRowBytes, spans + at, rows.count, lane);
     }
-    const int item = strip >> (params.paired - 1), turn = chunk;
-    float* mine = sums_of(sums_at, params, strip) + warp * sums_each(digits.gemm);
+    if (chunk >= digits.chunks) continue;
+    const int item = strip >> (launch.paired - 1), turn = chunk;
+    float* mine = sums_of(sums_at, launch, strip) + warp * each;
     const auto multiply = [&]<int kOfTiles>(const XOfLane<kOfTiles>& x_lane) {
       float sums[kOfTiles][2] = {};
       for (; chunk < digits.chunks; chunk += kWarps) {
@@ -91,12 +91,12 @@ __global__ void __launch_bounds__(kThreads + kFinishers * 32, 1)
         __syncwarp();  // every lane has read the stage
         if (lane == 0)
           requests.next(ring + stage * digits.stage_bytes, &barriers.full[warp][stage]);
-        if (++stage == params.stages) {
+        if (++stage == kRingStages) {
           stage = 0;
           parity ^= 1;
         }
       }
-      ptx::mbarrier_wait(&barriers.free[item % kFinishers], item / kFinishers % 2 ^ 1);
+      ptx::mbarrier_wait(&barriers.sums.free[item % kFinishers], item / kFinishers % 2 ^ 1);
 #pragma unroll
       for (int tile = 0; tile < kOfTiles; ++tile) {
         const int m = tile * kTokens + lane % 4;
@@ -113,19 +113,20 @@ __global__ void __launch_bounds__(kThreads + kFinishers * 32, 1)
     if (!finite) {
       __syncwarp();  // they are added to
       for (int i = lane; i < rows.count * kStripRows; i += 32) {
-        const int n = walk.row() + i % kStripRows;
-        const std::int64_t scales = walk.expert * params.grouped.stride_scales + n;
-        const std::int64_t row = row_of_x(params.grouped, rows.first + i / kStripRows);
+        const int n = walk.weight_row() + i % kStripRows;
+        const std::int64_t scales = rows.expert * launch.grouped.stride_scales + n;
+        const std::int64_t row = row_of_x(launch.grouped, rows.first + i / kStripRows);
         mine[i] += products_not_finite<T>(
-            p, walk.weight(), static_cast<const T*>(p.weight.scales) + scales,
+            p, strip_of(walk), static_cast<const T*>(p.weight.scales) + scales,
             p.weight.zeros ? p.weight.zeros + scales : nullptr,
             static_cast<const T*>(p.x.data) + row * p.x.stride_row, n, turn * kChunkCols,
             kChunkCols, kWarps * kChunkCols);
       }
     }
     __syncwarp();  // the sums of every lane are written
-    if (lane == 0) ptx::mbarrier_arrive(&barriers.done[item % kFinishers]);
+    if (lane == 0) ptx::mbarrier_arrive(&barriers.sums.done[item % kFinishers]);
   }
+  clear_rows<T>(launch.grouped);
 #endif
 }
 
@@ -151,24 +152,13 @@ CUtensorMap scales_map(const void* data, int bytes, const GroupedGemmParams& par
   return map;
 }
 
-/// Where a block's shared memory goes.
+/// Where a block's shared memory goes. Bytes: more than there are, where not even one row fits.
 struct Sizes {
-  int row_tile, stages;
+  StripLaunch launch;
   std::int64_t bytes;
 };
 
 constexpr int kMostBytes = 227 * 1024;
-
-int paired_of(const GroupedGemmParams& params) { return is_gated(params.gemm.activation) ? 2 : 1; }
-
-std::int64_t bytes_without_rings(const GroupedGemmParams& params, int row_tile) {
-  const int chunks = ceil_div(params.gemm.K, kChunkCols);
-  const int spans = round_up(chunks * kChunkBlocks * row_tile, 2);
-  return static_cast<std::int64_t>(sizeof(GroupedBarriers)) +
-         kFinishers * paired_of(params) * kWarps * kStripRows * row_tile * 4 +
-         spans * sizeof(Span) + chunks * kChunkBlocks * block_bytes(row_tile) +
-         2 * (params.experts + 1) * 4;
-}
 
 int group_shift(const GemmParams& p) {
   int shift = 0;
@@ -182,39 +172,48 @@ int stage_bytes(const GemmParams& p) {
          (p.weight.zeros ? round_up(groups * kZeroBytes, 128) : 0);
 }
 
-/// As many rows of x as a tile may have, and as many stages as fit then.
+/// As many rows of x as a tile may have, or as fit.
 Sizes sizes_of(const GroupedGemmParams& params) {
-  const int of_ring = kWarps * stage_bytes(params.gemm);
-  int rows = static_cast<int>(std::min<std::int64_t>(params.gemm.M, kMostTileRows));
-  while (rows > 1 && bytes_without_rings(params, rows) + 2 * of_ring > kMostBytes) --rows;
-  const std::int64_t fixed = bytes_without_rings(params, rows);
-  const int stages = static_cast<int>(
-      std::min<std::int64_t>(kMostStages, (kMostBytes - fixed) / of_ring));
-  return {rows, stages, fixed + stages * of_ring};
+  const GemmParams& p = params.gemm;
+  const int of_ring = kWarps * stage_bytes(p), paired = is_gated(p.activation) ? 2 : 1;
+  StripLaunch launch{.grouped = params,
+                     .items = p.N / kStripRows / paired,
+                     .paired = paired,
+                     .chunks = ceil_div(p.K, kChunkCols),
+                     .by_blocks = device::Divisor::of(device::multiprocessors()),
+                     .by_items = device::Divisor::of(p.N / kStripRows / paired)};
+  const auto fixed = [&](int rows) {
+    const int blocks = launch.chunks * kChunkBlocks;
+    launch.row_tile = rows;
+    launch.listed = most_listed(params, rows, device::multiprocessors());
+    return static_cast<std::int64_t>(sizeof(GroupedBarriers)) + bytes_of_sums(launch) +
+           round_up(blocks * rows, 2) * sizeof(Span) + blocks * block_bytes(rows) +
+           bytes_of_lists(launch);
+  };
+  int rows = static_cast<int>(std::min<std::int64_t>(p.M, kMostTileRows));
+  while (rows > 1 && fixed(rows) + kRingStages * of_ring > kMostBytes) --rows;
+  const std::int64_t bytes = fixed(rows) + kRingStages * of_ring;
+  return {launch, bytes};
 }
 
 template <class T, int kSpan>
 void launch(const GroupedGemmParams& params, Stream stream) {
   const Sizes sizes = sizes_of(params);
   const GemmParams& p = params.gemm;
-  GroupedDigitsParams launched{.digits = {.gemm = p}, .grouped = params};
+  GroupedDigitsParams launched{.digits = {.gemm = p}, .launch = sizes.launch};
   DigitsParams& digits = launched.digits;
-  digits.gemm.M = sizes.row_tile;
-  digits.chunks = ceil_div(p.K, kChunkCols);
+  digits.gemm.M = sizes.launch.row_tile;
+  digits.chunks = sizes.launch.chunks;
   digits.group_shift = group_shift(p);
   const int groups = kChunkCols >> digits.group_shift;
   digits.scales = scales_map(p.weight.scales, 2, params, groups);
   if (p.weight.zeros) digits.zeros = scales_map(p.weight.zeros, 1, params, groups);
   digits.zeros_at = kChunkBytes + round_up(groups * kScaleBytes, 128);
   digits.stage_bytes = stage_bytes(p);
-  launched.paired = paired_of(params);
-  launched.items = p.N / kStripRows / launched.paired;
-  launched.stages = sizes.stages;
   constexpr auto kKernel = grouped_digits_kernel<T, kSpan>;
   constexpr auto kName = "grouped_linear: digits";
-  device::launch_chained<kKernel>(dim3(device::multiprocessors()),
-                                  dim3(kThreads + kFinishers * device::kWarpSize), sizes.bytes,
-                                  stream, launched, kName);
+  device::launch_chained<kKernel>(dim3(device::multiprocessors()), dim3(kStripThreads),
+                                  sizes.bytes, stream, launched, kName);
 }
 
 template <class T>
@@ -228,18 +227,21 @@ void launch_spans(const GroupedGemmParams& params, Stream stream) {
 }  // namespace
 
 /// Few rows an expert, of which a strip of one meets all: H200, us, 16 tokens of top 2 in 8 experts
-/// of 4096 x 28672 167 so, 159 by expansion. And chunks for every warp: one token of 128 experts of
-/// 768 x 2048 12.8, 8.5 by expansion.
-constexpr int kMeanRows = 2;
+/// of 4096 x 28672 162 so, 156 by expansion. Strips of few chunks have less for a warp to do: 16
+/// and 32 tokens of 128 experts of 2048 x 1536 44.9 and 69.3, 52.1 and 64.7; and of two chunks each
+/// 1 and 2 tokens of 768 x 2048 6.9 and 10.4, 8.0 and 9.4.
+constexpr int kMeanRows = 2, kMeanRowsOfFew = 1, kFewChunks = 4, kFewestChunks = 2;
 
 bool is_for_digits(const GroupedGemmParams& params) {
   const GemmParams& p = params.gemm;
   if (p.weight.format != WeightFormat::kInt4 || p.batch_invariant) return false;
-  const int group = p.weight.group;
+  const int group = p.weight.group, chunks = ceil_div(p.K, kChunkCols);
   const bool divides = group % Int4Layout::kCols == 0 && kChunkCols % group == 0;
   if (!divides && group % kChunkCols != 0 && group < p.K) return false;
-  return ceil_div(p.K, kChunkCols) >= kWarps && p.M <= std::int64_t{kMeanRows} * params.experts &&
-         sizes_of(params).stages >= 2;
+  const std::int64_t most = chunks >= kWarps ? kMeanRows : kMeanRowsOfFew;
+  return chunks >= (p.M <= kMostTileRows ? kFewestChunks : kFewChunks) &&
+         p.M <= most * params.experts &&
+         sizes_of(params).bytes <= kMostBytes;
 }
 
 void launch_digits(const GroupedGemmParams& params, Stream stream) {

@@ -91,6 +91,12 @@ bool is_for_digits(const GroupedGemmParams& params);
 /// Requires: is_for_digits(params).
 void launch_digits(const GroupedGemmParams& params, Stream stream);
 
+/// Whether few rows of dense or fp8 experts meet strips: where runs_on_wgmma(params).
+bool is_for_strips(const GroupedGemmParams& params);
+
+/// Requires: is_for_strips(params).
+void launch_expert_strips(const GroupedGemmParams& params, Stream stream);
+
 /// Requires: runs_on_wgmma(params).
 void launch_sm90(const GroupedGemmParams& params, Stream stream);
 

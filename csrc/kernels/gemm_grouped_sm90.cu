@@ -242,6 +242,7 @@ void launch_x(const GroupedGemmParams& params, Stream stream) {
   if constexpr (kFormat == WeightFormat::kDense)
     if (params.segments > 1) return launch_tiles<Tile<T, X, kFormat, 2, 192>>(params, stream);
   if (is_for_digits(params)) return launch_digits(params, stream);
+  if (is_for_strips(params)) return launch_expert_strips(params, stream);
   if (has_few_rows(params))
     return launch_tiles<Tile<T, X, kFormat, expands<X>(kFormat) ? 2 : 1, 32>>(params, stream);
   launch_tiles<Tile<T, X, kFormat, 2, kManyRows>>(params, stream);

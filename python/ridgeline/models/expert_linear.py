@@ -33,6 +33,7 @@ class DenseExperts:
 
     weight: Tensor
     bias: Tensor | None
+    batch_invariant: bool = False
 
     @property
     def experts(self) -> int:
@@ -42,7 +43,13 @@ class DenseExperts:
         self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
     ) -> Tensor:
         return ops.grouped_linear(
-            x, self.weight, offsets, rows=rows, bias=self.bias, activation=activation
+            x,
+            self.weight,
+            offsets,
+            rows=rows,
+            bias=self.bias,
+            activation=activation,
+            batch_invariant=self.batch_invariant,
         )
 
 
@@ -79,6 +86,7 @@ class Fp8ExpertLinear:
     weight: Tensor
     scale: Tensor
     bias: Tensor | None
+    batch_invariant: bool = False
 
     @property
     def experts(self) -> int:
@@ -98,6 +106,7 @@ class Fp8ExpertLinear:
             x_scale=x_scale,
             out_dtype=x.dtype,
             activation=activation,
+            batch_invariant=self.batch_invariant,
         )
 
 
@@ -118,18 +127,19 @@ def make_experts(
             if quantization == "int4":
                 return _int4(ops.pack_int4(weight), experts, bias, batch_invariant), None
             if quantization == "fp8":
-                return _fp8(*ops.quantize_fp8(weight, "row"), experts, bias), None
+                return _fp8(*ops.quantize_fp8(weight, "row"), experts, bias, batch_invariant), None
         elif isinstance(weight, Expanded):
             reason = weight.reason
         elif isinstance(weight, GroupedCodes) and weight.bits == 4:
             return _int4(packed_int4(weight, dtype), experts, bias, batch_invariant), None
         elif isinstance(weight, ScaledCodes) and _is_plain_fp8(weight):
-            return _fp8(weight.codes, weight.scale, experts, bias), None
+            return _fp8(weight.codes, weight.scale, experts, bias, batch_invariant), None
         else:
             reason = "there is no product of experts with 8-bit integers or scales of blocks"
     except ValueError as error:
         reason = str(error)
-    return DenseExperts(dense(weight, dtype).unflatten(0, (experts, -1)), bias), reason
+    stacked = dense(weight, dtype).unflatten(0, (experts, -1))
+    return DenseExperts(stacked, bias, batch_invariant), reason
 
 
 def _is_plain_fp8(weight: ScaledCodes) -> bool:
@@ -145,9 +155,12 @@ def _int4(
     return Int4ExpertLinear(of_experts, bias, batch_invariant)
 
 
-def _fp8(codes: Tensor, scale: Tensor, experts: int, bias: Tensor | None) -> Fp8ExpertLinear:
+def _fp8(
+    codes: Tensor, scale: Tensor, experts: int, bias: Tensor | None, batch_invariant: bool
+) -> Fp8ExpertLinear:
     if codes.shape[1] % 16 != 0:
         raise ValueError(f"weight: expected columns divisible by 16, got {codes.shape[1]}")
     scale = scale.flatten()
     scale = scale.expand(experts) if scale.numel() == 1 else scale.unflatten(0, (experts, -1))
-    return Fp8ExpertLinear(codes.unflatten(0, (experts, -1)), scale.contiguous(), bias)
+    codes = codes.unflatten(0, (experts, -1))
+    return Fp8ExpertLinear(codes, scale.contiguous(), bias, batch_invariant)

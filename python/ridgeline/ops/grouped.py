@@ -84,12 +84,14 @@ def grouped_linear(
     rows: Tensor | None = None,
     bias: Tensor | None = None,
     activation: str | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """``act(x[rows[s]] @ weight[e].T + bias[e])`` for the rows ``s`` of each expert ``e``.
 
     Float32 products and sums, one rounding. How many rows an expert has is read on the device: the
     launch depends on shapes alone, so a captured graph serves any routing, and no weight can be
-    asked for early. A row's bits depend on nothing but itself and its expert.
+    asked for early. Hopper adds up few rows in another order than many: a row's bits depend on how
+    many there are, but with ``batch_invariant``.
 
     Args:
         x: ``[rows of x, K]``, float16 or bfloat16 (on the CPU float32 too); last dimension
@@ -101,6 +103,8 @@ def grouped_linear(
         rows: int32 ``[S]``: the row of ``x`` that each output row is made of; None: each its own.
         bias: ``[experts, N]``.
         activation: as in :func:`linear`.
+        batch_invariant: a row's bits depend on nothing but itself and its expert; few rows are
+            slower on Hopper then.
 
     Returns:
         A new tensor ``[S, N]`` (gated: ``[S, N / 2]``), S that of ``rows``, or the rows of ``x``.
@@ -110,7 +114,7 @@ def grouped_linear(
 
     Source: Gale et al., "MegaBlocks", 2022, of which this takes the padding-free products.
     """
-    out = _ops.grouped_linear(x, weight, offsets, rows, bias, activation or "none")
+    out = _ops.grouped_linear(x, weight, offsets, rows, bias, activation or "none", batch_invariant)
     return inference_only(out, "grouped_linear", x, weight, bias)
 
 
@@ -125,6 +129,7 @@ def grouped_fp8_linear(
     x_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
+    batch_invariant: bool = False,
 ) -> Tensor:
     """:func:`grouped_linear` with weights in float8 e4m3 and float32 scales.
 
@@ -136,7 +141,7 @@ def grouped_fp8_linear(
         weight_scale: float32, ``[experts]`` or ``[experts, N]``.
         x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
         out_dtype: of the result; None: that of ``x``, or bfloat16 for a float8 ``x``.
-        offsets, rows, bias, activation: as in :func:`grouped_linear`.
+        offsets, rows, bias, activation, batch_invariant: as in :func:`grouped_linear`.
 
     Returns:
         A new tensor ``[S, N]`` (gated: ``[S, N / 2]``).
@@ -147,7 +152,16 @@ def grouped_fp8_linear(
     dtype = _out_dtype(x, out_dtype)
     name = str(dtype).removeprefix("torch.")
     out = _ops.grouped_fp8_linear(
-        x, weight, weight_scale, offsets, rows, bias, x_scale, name, activation or "none"
+        x,
+        weight,
+        weight_scale,
+        offsets,
+        rows,
+        bias,
+        x_scale,
+        name,
+        activation or "none",
+        batch_invariant,
     )
     return inference_only(out, "grouped_fp8_linear", x, weight, bias)
 
@@ -216,6 +230,7 @@ def _(
     rows: Tensor | None,
     bias: Tensor | None,
     activation: str,
+    batch_invariant: bool,
 ) -> Tensor:
     columns = weight.shape[1] // (2 if activation in _GATED else 1)
     return x.new_empty(_rows_of(x, rows), columns)
@@ -232,6 +247,7 @@ def _(
     x_scale: Tensor | None,
     out_dtype: str,
     activation: str,
+    batch_invariant: bool,
 ) -> Tensor:
     columns = weight.shape[1] // (2 if activation in _GATED else 1)
     return x.new_empty(_rows_of(x, rows), columns, dtype=getattr(torch, out_dtype))

@@ -1,0 +1,245 @@
+#include "kernels/gemm_grouped_strips_sm90.cuh"
+
+#include <algorithm>
+
+#include "device/properties.cuh"
+#include "device/ptx/grid_dependency.cuh"
+#include "device/ptx/warpgroup.cuh"
+
+namespace ridgeline::gemm_grouped {
+namespace {
+
+// ---- Kernel -------------------------------------------------------------------------------------
+
+/// Grid: a block an SM. As the strips kernel (gemm_strips_sm90.cu), of strips of one expert after
+/// the other: all strips that have rows are dealt evenly to the blocks. Where a block comes to rows
+/// that are not there its warps stage them, while the rings are on their way.
+/// Roofline: the bytes of the weights of the experts that have rows; x comes from L2, once a block.
+template <class T, class E, WeightFormat kFormat, bool kFp8X>
+__global__ void __launch_bounds__(kStripThreads, 1)
+    grouped_strips_kernel(const __grid_constant__ GroupedStripsParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr bool kFp8 = kFormat == WeightFormat::kFp8;
+  extern __shared__ __align__(1024) char memory[];
+  const StripLaunch& launch = params.launch;
+  const int warp = device::warp_index(), lane = threadIdx.x % 32, row_tile = launch.row_tile;
+  const int ring_bytes = params.stages * kChunkBytes;
+  char* ring = memory + warp * ring_bytes;
+  auto& shared = *reinterpret_cast<GroupedStripsShared*>(memory + kWarps * ring_bytes);
+  float* sums_at = reinterpret_cast<float*>(&shared + 1);
+  const int each = kStripRows * row_tile;
+  char* x = reinterpret_cast<char*>(sums_at + kFinishers * launch.paired * kWarps * each);
+  float* units = reinterpret_cast<float*>(x + row_tile * params.pitch);
+  auto* lists = reinterpret_cast<RowTile*>(
+      units + (kUnits<T, E, kFp8X> ? launch.chunks * row_tile : 0));
+
+  ptx::launch_dependents();
+  if (threadIdx.x == kThreads) shared.sums.init(launch);
+  if (lane == 0 && warp < kWarps) {
+    for (int i = 0; i < params.stages; ++i) ptx::mbarrier_init(&shared.full[warp][i], 1);
+    ptx::prefetch_tensor_map(&params.weight);
+  }
+  ptx::fence_mbarrier_init();
+  __syncthreads();               // the barriers are made
+  ptx::wait_for_dependencies();  // which weights are read is what the kernels ahead decide
+  StripWalk walk(launch, lists + warp * launch.listed, lane);
+  if (warp >= kWarps) return finish_items<T>(walk, shared.sums, sums_at, warp - kWarps);
+
+  int staging = walk.rows_together(), row = lane_row(launch, walk, staging, lane);
+  ExpertRequests<kFormat> requests(params, walk, warp);
+  if (lane == 0)
+    for (int i = 0; i < params.stages; ++i)
+      requests.next(ring + i * kChunkBytes, &shared.full[warp][i]);
+
+  int stage = 0, parity = 0, tile = -1, staged = 0, staged_end = -1;
+  RowTile rows{};
+  const char* x_lane = nullptr;
+  for (int strip = 0, chunk = warp; walk.strips > 0; ++strip, chunk -= launch.chunks, walk.next()) {
+    if (walk.tile != tile) {
+      tile = walk.tile;
+      rows = walk.rows();
+      if (rows.first + rows.count > staged_end) {
+        if (staged_end >= 0) ptx::named_barrier_sync(1, kThreads);  // every warp has read x
+        if (staged_end >= 0) {
+          staging = walk.rows_together();
+          row = lane_row(launch, walk, staging, lane);
+        }
+        staged = rows.first;
+        staged_end = staged + staging;
+        stage_rows<T, E, kFp8X>(params, row, staging, warp, x, units);
+        ptx::named_barrier_sync(2, kThreads);  // x is whole
+      }
+      // For ldmatrix the row of x that a thread addresses, for fp8 its own columns of a row. Rows
+      // past the last repeat it; their sums are not kept.
+      x_lane = x + (rows.first - staged + min(kFp8 ? lane / 4 : lane % 8, rows.count - 1)) *
+                       params.pitch + (kFp8 ? lane % 4 * 8 : lane / 8 * 16);
+    }
+    if (chunk >= launch.chunks) continue;
+    const int item = strip >> (launch.paired - 1);
+    float* mine = sums_of(sums_at, launch, strip) + warp * each;
+    Sums<E> whole;  // dense
+    float sums[4] = {};
+    for (; chunk < launch.chunks; chunk += kWarps) {
+      const char* weight = ring + stage * kChunkBytes;
+      float of_x[2];
+      if constexpr (kUnits<T, E, kFp8X>)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          of_x[i] = units[chunk * row_tile + rows.first - staged +
+                          min(lane % 4 * 2 + i, rows.count - 1)];
+      ptx::mbarrier_wait(&shared.full[warp][stage], parity);
+      if constexpr (kFp8) {
+        Sums<E> parts[kBoxes];
+        multiply_fp8<E>(weight, x_lane, chunk * kChunkCols<kFormat> * 2, parts, lane);
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box)
+#pragma unroll
+          for (int i = 0; i < 4; ++i)
+            sums[i] += (kUnits<T, E, kFp8X> ? of_x[i % 2] : 1.0f) * parts[box].get(i);
+      } else {
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box)
+          multiply_dense<E>(weight + box * kBoxBytes, x_lane,
+                            (chunk * kBoxes + box) * kBoxCols<kFormat> * 2, whole, lane);
+      }
+      __syncwarp();  // every lane has read the stage
+      if (lane == 0) requests.next(ring + stage * kChunkBytes, &shared.full[warp][stage]);
+      if (++stage == params.stages) {
+        stage = 0;
+        parity ^= 1;
+      }
+    }
+    if constexpr (!kFp8)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sums[i] = whole.get(i);
+    ptx::mbarrier_wait(&shared.sums.free[item % kFinishers], item / kFinishers % 2 ^ 1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int m = lane % 4 * 2 + i % 2;
+      if (m < rows.count) mine[m * kStripRows + lane / 4 + i / 2 * 8] = sums[i];
+    }
+    __syncwarp();  // the sums of every lane are written
+    if (lane == 0) ptx::mbarrier_arrive(&shared.sums.done[item % kFinishers]);
+  }
+  clear_rows<T>(launch.grouped);
+#endif
+}
+
+// ---- Launch -------------------------------------------------------------------------------------
+
+template <WeightFormat kFormat>
+CUtensorMap strips_map(const GroupedGemmParams& params) {
+  const GemmParams& p = params.gemm;
+  constexpr bool kFp8 = kFormat == WeightFormat::kFp8;
+  constexpr int kBytes = kFp8 ? 1 : 2;
+  const auto u64 = [](auto v) { return static_cast<cuuint64_t>(v); };
+  const cuuint64_t sizes[] = {u64(p.K), u64(p.N), u64(params.experts), 1};
+  const cuuint64_t strides[] = {u64(p.weight.stride_row * kBytes), u64(params.stride_expert),
+                                u64(params.stride_expert)};
+  const cuuint32_t box[] = {kBoxCols<kFormat>, kStripRows, 1, 1};
+  const cuuint32_t ones[] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = device::tensor_map_encoder()(
+      &map, kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
+      const_cast<void*>(p.weight.data), sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, kPromotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  check(result == CUDA_SUCCESS, "grouped_linear: cuTensorMapEncodeTiled refused the weight, code ",
+        static_cast<int>(result));
+  return map;
+}
+
+constexpr int kMostBytes = 227 * 1024;
+
+/// Bytes of 16-bit weights that few rows touch, up to which rings of two stages are faster.
+/// H200, lab, us, one token, of four and of two: bf16 768 x 2048 10.7 and 9.9, but of 4096 x 28672
+/// 107.4 and 108.2; fp8 2048 x 1536 12.0 and 10.9, 768 x 2048 8.8 and 7.8.
+constexpr std::int64_t kFewBytes = std::int64_t{40} << 20;
+
+struct Sizes {
+  StripLaunch launch;
+  int pitch, stages;
+  std::int64_t bytes;
+};
+
+/// As many rows of x as a strip meets at a time, or as fit.
+Sizes sizes_of(const GroupedGemmParams& params) {
+  const GemmParams& p = params.gemm;
+  const bool fp8 = p.weight.format == WeightFormat::kFp8;
+  const bool units = fp8 && p.x.dtype != DType::kFloat8E4M3;
+  const int paired = is_gated(p.activation) ? 2 : 1, blocks = device::multiprocessors();
+  StripLaunch launch{.grouped = params,
+                     .items = p.N / kStripRows / paired,
+                     .paired = paired,
+                     .chunks = ceil_div(p.K, fp8 ? kChunkCols<WeightFormat::kFp8>
+                                                 : kChunkCols<WeightFormat::kDense>),
+                     .by_blocks = device::Divisor::of(blocks),
+                     .by_items = device::Divisor::of(p.N / kStripRows / paired)};
+  // Rows of x start in different banks: 16 bytes apart for ldmatrix, 32 for two words a thread.
+  const int pitch = round_up(p.K, kPieceCols) * 2 + (fp8 ? 32 : 16);
+  const auto fixed = [&](int rows) {
+    launch.row_tile = rows;
+    launch.listed = most_listed(params, rows, blocks);
+    return std::int64_t{sizeof(GroupedStripsShared)} + bytes_of_sums(launch) +
+           std::int64_t{rows} * (pitch + (units ? launch.chunks * 4 : 0)) + bytes_of_lists(launch);
+  };
+  constexpr int kStageBytes = kWarps * kChunkBytes;
+  int rows = static_cast<int>(std::min<std::int64_t>(p.M, kTokens));
+  while (rows > 1 && fixed(rows) + kFewStages * kStageBytes > kMostBytes) --rows;
+  const std::int64_t others = fixed(rows);
+  const std::int64_t touched = std::min<std::int64_t>(p.M, params.experts) * params.stride_expert;
+  const std::int64_t most = fp8 || touched <= kFewBytes ? kFewStages : kRingStages;
+  const auto stages = static_cast<int>(std::min(most, (kMostBytes - others) / kStageBytes));
+  return {launch, pitch, stages, others + std::int64_t{stages} * kStageBytes};
+}
+
+template <class T, class E, WeightFormat kFormat, bool kFp8X>
+void launch(const GroupedGemmParams& params, Stream stream) {
+  const Sizes sizes = sizes_of(params);
+  const GroupedStripsParams launched{.launch = sizes.launch,
+                                     .weight = strips_map<kFormat>(params),
+                                     .pitch = sizes.pitch,
+                                     .stages = sizes.stages};
+  constexpr auto kKernel = grouped_strips_kernel<T, E, kFormat, kFp8X>;
+  device::launch_chained<kKernel>(dim3(device::multiprocessors()), dim3(kStripThreads),
+                                  sizes.bytes, stream, launched, "grouped_linear: strips");
+}
+
+template <class T>
+void launch_strips_of(const GroupedGemmParams& params, Stream stream) {
+  const GemmParams& p = params.gemm;
+  if (p.weight.format == WeightFormat::kDense)
+    return launch<T, T, WeightFormat::kDense, false>(params, stream);
+  if (p.x.dtype == DType::kFloat8E4M3)
+    return launch<T, __half, WeightFormat::kFp8, true>(params, stream);
+  launch<T, __half, WeightFormat::kFp8, false>(params, stream);
+}
+
+/// Rows an expert in the mean, at most, of which a strip of one meets all. H200, lab, us, by tiles
+/// and so: fp8 by bf16, 1, 4, 8, 16 tokens of 2 of 8 experts of 14336 x 4096 56.7, 107.6, 112.8,
+/// 120.8 and 31.5, 78.6, 99.4, 134. fp8 by fp8 needs no expansion: its tiles are too few for the
+/// SMs where strips are long, 4 tokens of the same 104 and 95; of 2048 x 1536 1, 8 and 32 tokens of
+/// 8 of 128 experts 10.5, 39.9, 80.7 and 10.2, 39.2, 83.4, of 768 x 2048 one 6.7 and 7.2.
+int most_mean_rows(const GemmParams& p) {
+  constexpr int kShortStrip = 2048, kLongStrip = 8192;
+  if (p.x.dtype != DType::kFloat8E4M3 || p.K >= kLongStrip) return 2;
+  return p.K >= kShortStrip ? 1 : 0;
+}
+
+}  // namespace
+
+bool is_for_strips(const GroupedGemmParams& params) {
+  const GemmParams& p = params.gemm;
+  return p.weight.format != WeightFormat::kInt4 && !p.batch_invariant &&
+         params.offsets != nullptr && p.residual == nullptr &&
+         p.M <= std::int64_t{most_mean_rows(p)} * params.experts &&
+         p.N % (is_gated(p.activation) ? 2 * kStripRows : kStripRows) == 0 &&
+         sizes_of(params).stages >= kFewStages;
+}
+
+void launch_expert_strips(const GroupedGemmParams& params, Stream stream) {
+  device::dispatch_half(params.gemm.dtype, [&](auto type) {
+    launch_strips_of<typename decltype(type)::type>(params, stream);
+  });
+}
+
+}  // namespace ridgeline::gemm_grouped

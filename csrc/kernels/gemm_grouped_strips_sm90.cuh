@@ -1,0 +1,121 @@
+#pragma once
+#include <cuda.h>
+
+#include "device/ptx/tensor_copy.cuh"
+#include "kernels/gemm_grouped_walk.cuh"
+#include "kernels/gemm_strips_sm90.cuh"
+
+/// What a warp of the strips kernel does where weights are experts': how the weight comes, and x.
+namespace ridgeline::gemm_grouped {
+
+// ---- Constants ----------------------------------------------------------------------------------
+
+constexpr int kRingStages = 4;   // of a warp, at most; of few bytes ...
+constexpr int kFewStages = 2;    // ... so many, with which the next kernel's block fits beside
+constexpr int kPieceCols = 256;  // of a row of x that a warp stages at a time, 8 a lane
+
+struct GroupedStripsParams {
+  StripLaunch launch;
+  CUtensorMap weight;   // [experts, N, K]
+  std::int32_t pitch;   // bytes of a row of x in shared memory
+  std::int32_t stages;  // of a warp's ring
+};
+
+// ---- Shared memory ------------------------------------------------------------------------------
+
+/// Fixed parts; before them the rings, after them sums, x [row_tile][pitch], units, lists of tiles.
+struct alignas(128) GroupedStripsShared {
+  std::uint64_t full[kWarps][kRingStages];  // a chunk is in
+  SumBarriers sums;
+};
+
+// ---- Phases -------------------------------------------------------------------------------------
+
+template <WeightFormat kFormat>
+struct ExpertRequests {
+  const GroupedStripsParams& params;
+  std::uint64_t policy;
+  WarpChunks at;
+
+  __device__ ExpertRequests(const GroupedStripsParams& params, const StripWalk& walk, int warp)
+      : params(params), policy(ptx::evict_first()), at(walk, warp) {}
+
+  /// Asks for the next chunk.
+  __device__ void next(char* to, std::uint64_t* full) {
+    if (at.walk.strips == 0) return;
+    ptx::mbarrier_expect(full, kChunkBytes);
+    const int row = at.walk.weight_row(), expert = at.walk.rows().expert;
+#pragma unroll
+    for (int box = 0; box < kBoxes; ++box)
+      ptx::copy_tensor_4d(to + box * kBoxBytes, &params.weight, full,
+                          (at.chunk * kBoxes + box) * kBoxCols<kFormat>, row, expert, 0, policy);
+    at.next();
+  }
+};
+
+/// Up to kCount pieces of rows of x, kWarps apart, of `all`, to shared memory in E, zero from K on.
+/// `row` is the row of x that the lane's row of y is made of.
+template <class T, class E, bool kFp8X, int kCount>
+__device__ __forceinline__ void stage_pieces(const GroupedStripsParams& params, int first, int all,
+                                             int row, char* to, float* units) {
+  const GemmParams& p = params.launch.grouped.gemm;
+  const int lane = threadIdx.x % 32, of_row = ceil_div(p.K, kPieceCols);
+  std::uint32_t pairs[kCount][4];
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int piece = min(first + i * kWarps, all - 1);
+    const int at = piece % of_row * kPieceCols + lane * 8;
+    const char* from = static_cast<const char*>(p.x.data) +
+                       (device::from_lane(row, piece / of_row) * p.x.stride_row + at) *
+                           (kFp8X ? 1 : 2);
+    uint4 raw{};
+    if (at < p.K) {
+      if constexpr (kFp8X) {
+        const uint2 codes = __ldcg(reinterpret_cast<const uint2*>(from));
+        raw.x = codes.x, raw.y = codes.y;
+      } else {
+        raw = __ldcg(reinterpret_cast<const uint4*>(from));
+      }
+    }
+    pairs[i][0] = raw.x, pairs[i][1] = raw.y, pairs[i][2] = raw.z, pairs[i][3] = raw.w;
+  }
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int piece = min(first + i * kWarps, all - 1), m = piece / of_row;
+    std::uint32_t(&of)[4] = pairs[i];
+    if constexpr (kFp8X) {
+      std::uint32_t low[2], high[2];
+      device::convert_e4m3<E>(of[0], low);
+      device::convert_e4m3<E>(of[1], high);
+      of[0] = low[0], of[1] = low[1], of[2] = high[0], of[3] = high[1];
+    }
+    if constexpr (kUnits<T, E, kFp8X>) {
+      const auto unit = device::PowerUnit<15>::of(
+          device::warp_max(static_cast<int>(device::largest_magnitude(of))), T{});
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 two = device::floats_of(device::as_pair<T>(of[j]));
+        of[j] = device::as_bits(__floats2half2_rn(two.x * unit.inverse, two.y * unit.inverse));
+      }
+      if (lane == 0) units[piece % of_row * params.launch.row_tile + m] = unit.unit;
+    }
+    const int at = piece % of_row * kPieceCols + lane * 8;
+    *reinterpret_cast<uint4*>(to + m * params.pitch + at * 2) = {of[0], of[1], of[2], of[3]};
+  }
+}
+
+/// A warp's part of `count` rows of x; `row` is the lane's.
+template <class T, class E, bool kFp8X>
+__device__ __forceinline__ void stage_rows(const GroupedStripsParams& params, int row, int count,
+                                           int warp, char* to, float* units) {
+  constexpr int kTogether = 4;
+  const int all = count * ceil_div(params.launch.grouped.gemm.K, kPieceCols);
+  if (all <= kWarps) {
+    if (warp < all) stage_pieces<T, E, kFp8X, 1>(params, warp, all, row, to, units);
+  } else {
+    for (int piece = warp; piece < all; piece += kTogether * kWarps)
+      stage_pieces<T, E, kFp8X, kTogether>(params, piece, all, row, to, units);
+  }
+}
+
+}  // namespace ridgeline::gemm_grouped
