@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from ridgeline import ops
 
-# M, N, K, and who multiplies a tile: one block, several a segment of K, or another its tail; or the
-# cluster kernel, tiles of 64 rows.
+# M, N, K, and who multiplies a tile: one block, several a segment of K, another its tail, or two
+# where all blocks multiply as many stages; or the cluster kernel, tiles of 64 rows.
 SHARED = [
     (128, 4096, 14336, "segments"),  # four of them
     (192, 4096, 14336, "segments"),  # tiles of 192 rows
@@ -20,6 +20,7 @@ SHARED = [
     (250, 6144, 4096, "tail"),
     (384, 6144, 4096, "tail"),  # tiles of 192 rows
     (500, 6144, 4096, "tail"),  # tiles of 256 rows
+    (500, 18944, 3584, "even"),
     (65, 2048, 2048, "cluster"),
     (128, 4096, 2048, "cluster"),
     (250, 4096, 2048, "cluster"),  # rows of the last tile are multiplied twice
@@ -38,6 +39,8 @@ def plan(M: int, N: int, K: int, format: str = "int4", sms: int = 132) -> dict[s
 def who(chosen: dict[str, str]) -> str:
     if chosen["path"] == "cluster":
         return "cluster"
+    if chosen["even"] == "1":
+        return "even"
     return "tail" if chosen["tail"] != "0" else "segments" if chosen["segments"] != "1" else "whole"
 
 

@@ -77,6 +77,7 @@ struct Config {
   std::int32_t tile_cols;  // of the weight, in Hopper's kernels that have tiles of it
   bool fused;              // the epilogue is in the product's kernel
   std::int32_t tail = 0;   // kExpand: last stages of each tile that blocks besides multiply ahead
+  bool even = false;       // kExpand: blocks multiply as many stages each, parts of tiles too
 };
 
 }  // namespace ridgeline::gemm_config

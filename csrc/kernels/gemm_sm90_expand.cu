@@ -272,6 +272,7 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
   const int count = checked_int32(std::int64_t{launch.tiles.along_m} * launch.tiles.along_n,
                                   "linear: tiles");
   launch.tail = config.tail;
+  launch.even = config.even;
   launch.helpers = config.tail > 0 ? static_cast<int>(gemm_config::tail_blocks(count)) : 0;
   launch.parts = {.sums = reinterpret_cast<float4*>(static_cast<char*>(parts) +
                                                     gemm_config::kSignBytes),
@@ -279,6 +280,7 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
                   .ticket = device::new_ticket()};
   int blocks = std::min(count, device::multiprocessors());
   if (config.tail > 0) blocks = count + launch.helpers;
+  if (config.even) blocks = std::min(blocks, gemm_config::kBlocksWanted);  // slots for sums
   if (config.segments > 1) blocks = count * config.segments;
   device::launch_chained<expand_kernel<Tile>>(dim3(blocks), dim3(kThreads), sizeof(Shared<Tile>),
                                               stream, launch, "linear: expanded weights");

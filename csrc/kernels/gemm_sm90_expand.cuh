@@ -21,8 +21,8 @@ constexpr int kStepBytes = 32;  // 16 columns of x, or 32 of e4m3
 /// half as often, 192 by 128 leave fewer rows empty, 128 by 256 suit fewer rows, 128 by 128 make
 /// tiles where those are few. kBlocks: fp8 weights with scales of 128 x 128. kCuts: several blocks
 /// may multiply a tile; of 256 rows they always do, for which there are no registers otherwise.
-/// kTails: of 256 rows, too, some may take tails of others' tiles. kFp8X: x is e4m3, its columns in
-/// the order of gemm_detail::launch_reorder, and int4 becomes e4m3.
+/// kTails: of 256 rows, too, some may take tails of others' tiles, or all even shares. kFp8X: x is
+/// e4m3, its columns in the order of gemm_detail::launch_reorder, and int4 becomes e4m3.
 template <class T_, WeightFormat kFormat_, bool kBlocks_, int kRows_, int kBands_, bool kCuts_,
           bool kFp8X_ = false, bool kTails_ = false>
 struct Tile {
@@ -32,9 +32,9 @@ struct Tile {
   static constexpr bool kInt4 = kFormat_ == WeightFormat::kInt4;
   static constexpr bool kBlocks = kBlocks_;
   static constexpr float kUnit = kInt4 && !kFp8X ? device::kInt4Unit<T> : 1.0f;  // of sums
-  static constexpr bool kCuts = kCuts_;
+  static constexpr bool kCuts = kCuts_, kTails = kTails_;
   static constexpr bool kWhole = !kCuts || kRows_ != 256;    // or one does
-  static constexpr bool kShares = (kCuts && kWhole && !kFp8X) || kTails_;  // or some take tails
+  static constexpr bool kShares = (kCuts && kWhole && !kFp8X) || kTails;  // or some take tails
   static constexpr int kBands = kBands_;
   static constexpr int kRows = kRows_;                      // of x: wgmma's columns
   static constexpr int kBoxCols = kBands * kWarpgroupRows;  // weight rows of half a tile
@@ -64,6 +64,7 @@ struct Launch {
   int steps;     // stages, in all
   int tail;      // last stages of each tile, which one of `helpers` blocks multiplies ahead; or 0
   int helpers;
+  bool even;     // or blocks multiply as many stages each
   Parts parts;
   int groups;    // scales a stage has of each row: 1 or 2; int4
   device::Divisor group;  // its columns; int4
@@ -92,25 +93,60 @@ struct Shared {
 
 // ---- Work ---------------------------------------------------------------------------------------
 
-/// fn(work) for what this block multiplies. A tile's tail is left in slot `segment` for the block
-/// that has its first columns. That comes behind those that leave tails: it waits for blocks that
-/// run.
-template <class Tile, class Fn>
-__device__ __forceinline__ void for_each_work(const Launch& launch, Fn&& fn) {
+/// The `i`-th part of this block's even share: whole tiles of all waves but the last two, and of
+/// those consecutive stages. They may begin with a tile's tail, which comes first and is left in
+/// slot `block - 1`, and end with a tile's head, to which comes slot `block`: nobody waits long,
+/// and only for blocks that run.
+template <class Tile>
+__device__ __forceinline__ bool find_even_work(const Launch& launch, int i, Work& work) {
+  const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+  const int count = launch.tiles.along_m * launch.tiles.along_n;
+  const int waves = max(count / blocks - 1, 0), whole = waves * blocks;
+  const auto share = gemm_config::stages_of((count - whole) * launch.steps, blocks, block);
+  const int tail = (launch.steps - share.begin % launch.steps) % launch.steps;
+  if (tail > 0 && i-- == 0) {
+    work = {place_of(launch.tiles, whole + share.begin / launch.steps), block - 1,
+            launch.steps - tail, tail};
+    return true;
+  }
+  if (i < waves) {
+    work = {place_of(launch.tiles, block + i * blocks), 0, 0, launch.steps};
+    return true;
+  }
+  const int done = tail + (i - waves) * launch.steps;
+  work = {place_of(launch.tiles, whole + (share.begin + done) / launch.steps), block, 0,
+          min(launch.steps, share.count - done)};
+  return done < share.count;
+}
+
+/// The `i`-th of what this block multiplies, if there are so many. A tile's tail is left in slot
+/// `segment` for the block that has its first columns. That comes behind those that leave tails: it
+/// waits for blocks that run.
+template <class Tile>
+__device__ __forceinline__ bool find_work(const Launch& launch, int i, Work& work) {
+  if (Tile::kTails && launch.even) return find_even_work<Tile>(launch, i, work);
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   const int count = launch.tiles.along_m * launch.tiles.along_n;
   const int helpers = Tile::kShares ? launch.helpers : 0;
   const bool helps = block < helpers;
-  const int end = count * (Tile::kCuts ? launch.segments : 1);
-  for (int i = helps ? block : block - helpers; i < end; i += helps ? helpers : blocks - helpers) {
-    Work work = Tile::kCuts ? segment_of(launch.tiles, launch.segments, launch.steps, i)
-                            : Work{.place = place_of(launch.tiles, i), .steps = launch.steps};
-    if (Tile::kShares && helpers > 0) {
-      work.segment = i;
-      work.first_step = helps ? launch.steps - launch.tail : 0;
-      work.steps = helps ? launch.tail : launch.steps - launch.tail;
-    }
-    fn(work);
+  const int index = helps ? block + i * helpers : block - helpers + i * (blocks - helpers);
+  work = Tile::kCuts ? segment_of(launch.tiles, launch.segments, launch.steps, index)
+                     : Work{.place = place_of(launch.tiles, index), .steps = launch.steps};
+  if (Tile::kShares && helpers > 0) {
+    work.segment = index;
+    work.first_step = helps ? launch.steps - launch.tail : 0;
+    work.steps = helps ? launch.tail : launch.steps - launch.tail;
+  }
+  return index < count * (Tile::kCuts ? launch.segments : 1);
+}
+
+template <class Tile, class Fn>
+__device__ __forceinline__ void for_each_work(const Launch& launch, Fn&& fn) {
+  Work work;
+  if constexpr (Tile::kWhole) {
+    for (int i = 0; find_work<Tile>(launch, i, work); ++i) fn(work);
+  } else if (find_work<Tile>(launch, 0, work)) {
+    fn(work);  // a segment, and no more
   }
 }
 

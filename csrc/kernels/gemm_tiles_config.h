@@ -69,23 +69,23 @@ constexpr std::int64_t tail_blocks(std::int64_t tiles) {
 
 /// Expanded weights: the tile, and who multiplies it, that take least. Whole tiles leave SMs idle
 /// in the last wave. So two or four blocks take a segment of a tile's K each; or SMs without a tile
-/// take the last stages of three. They wait for each other, so each has an SM: on a GPU of fewer
-/// there are fewer of them. All stages shared out evenly among all SMs were 2% faster for 512 rows
-/// of int4, 4096 x 6144, and 10% slower for fp8. Returns that time.
+/// take the last stages of three; or all multiply as many stages. They wait for each other, so each
+/// has an SM: on a GPU of fewer there are fewer of them. Returns that time.
 constexpr double cut_for_expand(const Shape& shape, Config& config) {
-  constexpr double kTailAdds = 1.5;
+  constexpr double kTailAdds = 1.5, kEvenAdds = 13.0, kLeastGain = 1.05;
   const bool to_fp8 = config.path == Path::kExpandToFp8;
   const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
   const std::int32_t at_once = std::min<std::int32_t>(shape.sms, kBlocksWanted);
   double best = 0.0;
   const auto consider = [&](const TileTime& tile, double time, std::int32_t segments,
-                            std::int32_t tail) {
+                            std::int32_t tail, bool even = false) {
     if (best != 0.0 && time >= best) return;
     best = time;
     config.tile_rows = tile.rows;
     config.tile_cols = tile.cols;
     config.segments = segments;
     config.tail = tail;
+    config.even = even;
   };
   const auto consider_tile = [&](const TileTime& tile) {
     const bool full = shape.dtype == DType::kBFloat16;  // float16 has fewer kernels
@@ -103,6 +103,10 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
                                                 (kTailsOfBlock + 1));
     if (tail > 0 && tiles + tail_blocks(tiles) <= at_once)
       consider(tile, tile.step * (steps - tail) + tile.ends + kTailAdds, 1, tail);
+    const double waves = static_cast<double>(tiles) / at_once;
+    if (tile.rows == 256 && waves > 1.0)
+      consider(tile, kLeastGain * (waves * (tile.step * steps + tile.ends) + kEvenAdds), 1, 0,
+               true);
   };
   if (to_fp8) {
     for (const TileTime& tile : kExpandToFp8Tiles) consider_tile(tile);
@@ -161,6 +165,7 @@ constexpr std::size_t kSignBytes =
 constexpr std::size_t shared_bytes(const Shape& shape, const Config& config) {
   const std::int64_t tiles = tiles_of(shape, config.tile_rows, config.tile_cols);
   const std::int64_t slots = config.tail > 0       ? tiles
+                             : config.even         ? kBlocksWanted
                              : config.segments > 1 ? tiles * config.segments
                                                    : 0;
   return slots == 0 ? 0
