@@ -55,6 +55,21 @@ def test_clusters(heads: int, kv_heads: int, q_len: int, dim: int, options: dict
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [11, 32, 64])
+@pytest.mark.parametrize("cluster", [2, 3, 4, 5])
+def test_smaller_clusters(cluster: int, heads: int) -> None:
+    """Each block joins an equal share of the rows, or none, of as many splits as there are."""
+    lengths = [512 * cluster, 512 * cluster - 511, 300, 0, 513]
+    paged = Paged("cuda", lengths, BLOCK, math.nan, 128, kv_heads=1)
+    q = normal("cuda", len(lengths), heads, 128)
+    cu_q = list(range(len(lengths) + 1))
+    out, lse = paged.run(q, cu_q)
+    paged.check(q, cu_q, (out, lse))
+    paged.tables = pad(paged.tables, (0, 80))
+    assert same((out, lse), paged.run(q, cu_q)), "joined by a kernel of its own"
+
+
+@pytest.mark.gpu
 def test_more_sequences_than_clusters_at_once() -> None:
     """A second kernel joins them, and no bit differs."""
     lengths = [1 + 797 * b % 4600 for b in range(70)]

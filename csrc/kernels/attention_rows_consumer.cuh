@@ -270,7 +270,7 @@ struct Consumer {
     const bool whole = !Tile::kCommon && item.splits == 1;
     if constexpr (Tile::kJoins)
       if (launch.cluster > 1 && !whole)
-        return park_rows(shared, work, row_of(ptx::thread_index()), softmax, sums);
+        return send_rows(launch, shared, item, row_of(ptx::thread_index()), softmax, sums);
     const int lane = ptx::thread_index() % device::kWarpSize;
     softmax.join_quad();
 #pragma unroll

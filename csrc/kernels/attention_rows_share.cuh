@@ -1,5 +1,6 @@
 #pragma once
 #include "kernels/attention_rows_bringer.cuh"
+#include "kernels/attention_rows_cluster.cuh"
 
 /// The one split of a cluster's block, planned and brought by one warp.
 namespace ridgeline::attention_rows {
@@ -122,6 +123,7 @@ struct ShareBringer {
       if (lane() == 0) shared.items[0] = item;
     }
     if (lane() == 0) shared.wasted = wastes;
+    if (lane() == 0 && item.splits > 1) expect_rows<Tile>(launch, shared, item);
     __syncwarp();  // both are written
     ptx::mbarrier_arrive(&shared.described[0]);
     if (item.split >= item.splits) return;

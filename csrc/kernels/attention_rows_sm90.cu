@@ -41,6 +41,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocks)
     ptx::prefetch_tensor_map(&launch.v);
   }
   __syncthreads();  // the barriers are made
+  if (Tile::kJoins && launch.cluster > 1) ptx::cluster_arrive_relaxed();  // send_rows() waits
   const int warp = device::warp_index();
   constexpr int kConsumerWarps = Tile::kConsumerThreads / device::kWarpSize;
   bool shares = false;
@@ -193,6 +194,12 @@ template <class Tile>
 void launch_items(const Launch& launch, std::int64_t items, Stream stream) {
   const int most = Tile::kBlocks * device::multiprocessors();
   const std::int64_t blocks = launch.cluster > 1 ? items : std::min<std::int64_t>(items, most);
+  if (launch.cluster > 1)  // else an SM may have two blocks while others have none
+    device::cuda_check(
+        cudaFuncSetAttribute(rows_sm90_kernel<Tile>,
+                             cudaFuncAttributeClusterSchedulingPolicyPreference,
+                             cudaClusterSchedulingPolicyLoadBalancing),
+        "attention");
   device::launch_chained<rows_sm90_kernel<Tile>>(dim3(static_cast<unsigned>(blocks)),
                                                  dim3(Tile::kThreads), sizeof(Shared<Tile>),
                                                  stream, launch, "attention", launch.cluster);
@@ -212,6 +219,7 @@ void launch_own(const AttentionParams& p, Stream stream) {
   const std::int64_t pairs = std::int64_t{p.batch} * p.kv_heads;
   const bool joins = Tile::kJoins && config::joins_clusters(p, device::multiprocessors());
   if (joins) launch.cluster = launch.max_splits;
+  launch.of_cluster = device::Divisor::of(launch.cluster);
   launch_items<Tile>(launch, pairs * launch.max_splits, stream);
   if (launch.max_splits == 1 || joins) return;
   const dim3 grid(checked_int32(pairs, "attention: KV heads"), kMergeBlocks);
@@ -221,9 +229,11 @@ void launch_own(const AttentionParams& p, Stream stream) {
 
 /// Bytes of a ring: what fills half an SM, or all of it. Less is on its way of 128 columns where a
 /// step takes one tile: a block that begins late then waits less for the others' keys. H200, 32
-/// sequences of 4k keys, one KV head: 22.9 us with 6 slots, 22.0 with 4.
+/// sequences of 4k keys, one KV head: 22.9 us with 6 slots, 22.0 with 4. Beside it lie the rows of
+/// other splits.
 template <class T, int kSize, bool kUnsplit = false>
-using OwnTile = Tile<T, kSize, 1, kSize == 64 ? 12 : kSize == 128 && !kUnsplit ? 4 : 6, kUnsplit>;
+using OwnTile =
+    Tile<T, kSize, 1, kUnsplit ? (kSize == 64 ? 12 : 6) : kSize == 64 ? 10 : 4, kUnsplit>;
 template <class T, int kSize>
 using CommonTile = Tile<T, kSize, 2, kSize == 64 ? 24 : 12>;
 

@@ -1,4 +1,6 @@
 #pragma once
+#include <type_traits>
+
 #include "device/divisor.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/global_order.cuh"
@@ -67,6 +69,7 @@ struct Launch {
   int tiles;            // of rows, before common keys
   int least_rows;       // of a sequence that is not left to the kernel of few rows
   int cluster;          // blocks that have a split each of a sequence and KV head; 1: no clusters
+  device::Divisor of_cluster;  // divides by them
   bool clears;          // rows of no sequence, since no kernel of few rows does
   bool follows_common;  // which has waited for the kernels ahead, and whose end is awaited last
   void* workspace;
@@ -74,20 +77,35 @@ struct Launch {
 
 // ---- Shared memory ------------------------------------------------------------------------------
 
+/// A row of a split, for the block of a cluster that joins it: sums divided by its total.
+template <class Tile>
+struct SplitRow {
+  float sums[Tile::kSize], lse;
+  float pad[7];  // a warp's rows lie in different banks
+};
+
+/// That the others send a block, which joins an equal share of up to 64, an even number.
+constexpr int kSentRows = 60;
+static_assert(config::kRowCluster == 6, "five others send twelve each, four fourteen");
+
 template <class Tile>
 struct Shared {
   using T = typename Tile::T;
+  struct None {};
 
   alignas(1024) T q[Tile::kParts][Tile::kRows][kColumns];
   alignas(1024) T kv[Tile::kSlots][Tile::kParts][kKeys][kColumns];
   Item items[kItems];
   int wasted;  // 1: the ring was filled, and queries were brought, by a guess that was wrong
-  alignas(8) std::uint64_t q_full, q_free;
+  alignas(16) std::conditional_t<Tile::kJoins, SplitRow<Tile>[kSentRows], None> sent;
+  alignas(8) std::uint64_t arrived;  // all that is sent
+  std::uint64_t q_full, q_free;
   std::uint64_t full[Tile::kSlots], free[Tile::kSlots];
   std::uint64_t described[kItems], released[kItems];  // of an item
 
   /// Each barrier that stands for ordinary memory is arrived at by every thread that touched it.
   __device__ __forceinline__ void make_barriers() {
+    ptx::mbarrier_init(&arrived, 1);
     ptx::mbarrier_init(&q_full, 1);
     ptx::mbarrier_init(&q_free, Tile::kConsumers);
     for (int i = 0; i < Tile::kSlots; ++i) {
@@ -129,7 +147,7 @@ struct Share {
   int batch, kv_head, split;
 
   __device__ __forceinline__ explicit Share(const Launch& launch) {
-    const int pair = static_cast<int>(blockIdx.x) / launch.cluster;
+    const int pair = launch.of_cluster.divide(static_cast<int>(blockIdx.x));
     split = static_cast<int>(blockIdx.x) - pair * launch.cluster;
     batch = launch.kv_heads.divide(pair);
     kv_head = pair - batch * launch.attention.kv_heads;

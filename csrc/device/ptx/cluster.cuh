@@ -23,32 +23,21 @@ __device__ __forceinline__ void put_in_block(float4* shared, const float4& value
       : "memory");
 }
 
-/// Loads this object from the shared memory of block `rank`. In the order in which they stand: many
-/// are on their way together.
-/// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
-__device__ __forceinline__ float4 load_from_block(const float4* shared, int rank) {
-  float4 v;
+/// Copies `bytes`, a multiple of 16, by the copy engine to `to` of block `rank`; `barrier` there
+/// receives them. Until it has, neither block may end. One thread issues it.
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
+__device__ __forceinline__ void copy_to_block(void* to, const void* from, int bytes,
+                                              std::uint64_t* barrier, int rank) {
   asm volatile(
       "{\n"
-      ".reg .u32 there;\n"
-      "mapa.shared::cluster.u32 there, %4, %5;\n"
-      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n"
-      "}\n"
-      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
-      : "r"(shared_address(shared)), "r"(rank));
-  return v;
-}
-__device__ __forceinline__ float load_from_block(const float* shared, int rank) {
-  float v;
-  asm volatile(
-      "{\n"
-      ".reg .u32 there;\n"
-      "mapa.shared::cluster.u32 there, %1, %2;\n"
-      "ld.shared::cluster.f32 %0, [there];\n"
-      "}\n"
-      : "=f"(v)
-      : "r"(shared_address(shared)), "r"(rank));
-  return v;
+      ".reg .u32 there, counted;\n"
+      "mapa.shared::cluster.u32 there, %0, %4;\n"
+      "mapa.shared::cluster.u32 counted, %3, %4;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes"
+      " [there], [%1], %2, [counted];\n"
+      "}\n" ::"r"(shared_address(to)),
+      "r"(shared_address(from)), "r"(bytes), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
 }
 
 /// One half of a barrier of the cluster that orders no writes: of initialised barriers,
