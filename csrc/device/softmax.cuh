@@ -2,7 +2,6 @@
 #include <cuda_fp16.h>
 
 #include "device/ptx/math.cuh"
-#include "device/ptx/mma.cuh"
 #include "device/reduce.cuh"
 
 /// Softmax taken piece by piece. Scores are in units of log2 (multiplied by log2 e), so that each
@@ -239,76 +238,6 @@ struct LazySoftmax {
 
   __device__ __forceinline__ RowEnd end(int r, float sink) const {
     return quick_end_of_row(base[r], sum[r], sink);
-  }
-};
-
-/// As LazySoftmax, with scores and weights in fp16, two columns of row r in [i][r], for weights
-/// rounded to e4m3: a weight's logarithm is off by 2^-11 of its score. A base, in fp16, comes to
-/// lie kBelow under the largest score; within its rounding of the slack if another row's does.
-struct PairedSoftmax {
-  static constexpr float kSlack = 8.0f, kBelow = 6.0f;
-  static constexpr float kUnseen = -65504.0f;  // not -inf, which less itself is NaN
-  float base[2] = {kUnseen, kUnseen};
-  float sums[4] = {};  // as mma_m16n8k16 has them: of row r in 2 r and 2 r + 1
-
-  /// The scores of one step are seen; times `unit` they are in units of log2. Most steps raise no
-  /// base of the warp's rows, and then lanes exchange nothing. False: keep[] is 1.
-  template <int kTiles>
-  __device__ __forceinline__ bool raise(const __half2 (&scores)[kTiles][2], float (&keep)[2],
-                                        const __half2 (&unit)[2]) {
-    __half2 rows[2] = {scores[0][0], scores[0][1]};
-#pragma unroll
-    for (int i = 1; i < kTiles; ++i)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) rows[r] = __hmax2(rows[r], scores[i][r]);
-    keep[0] = keep[1] = 1.0f;
-    bool fits = true;  // NaN does not, nor what a row sees first
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      fits &= __hble2(__hfma2(rows[r], unit[r], __float2half2_rn(-base[r])),
-                      __float2half2_rn(kSlack));
-    if (!any_lane(!fits)) return false;
-    const __half2 both = warp_reduce<LargerOfPairs, kQuad>(
-        __hmax2(__lows2half2(rows[0], rows[1]), __highs2half2(rows[0], rows[1])));
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const float score = r == 0 ? __low2float(both) : __high2float(both);
-      const float largest = score * __low2float(unit[r]);
-      const bool grows = largest > base[r] + kSlack;
-      const float raised = __half2float(__float2half_rn(largest - kBelow));
-      keep[r] = grows ? ptx::exp2_approx(base[r] - raised) : 1.0f;
-      base[r] = grows ? raised : base[r];
-    }
-#pragma unroll
-    for (int c = 0; c < 4; ++c) sums[c] *= keep[c / 2];
-    return true;
-  }
-
-  /// Scores that were seen become weights: pieces kFirst to kLast, the last not included.
-  template <int kFirst, int kLast, int kTiles>
-  __device__ __forceinline__ void weigh(__half2 (&scores)[kTiles][2],
-                                        const __half2 (&unit)[2]) const {
-    const __half2 from[2] = {__float2half2_rn(-base[0]), __float2half2_rn(-base[1])};
-#pragma unroll
-    for (int i = kFirst; i < kLast; ++i)
-#pragma unroll
-      for (int r = 0; r < 2; ++r)
-        scores[i][r] = ptx::exp2_approx(__hfma2(scores[i][r], unit[r], from[r]));
-  }
-
-  /// On the tensor cores. H200, fp8 prefill, causal, 16k keys: 757 TFLOP/s without, 783 so.
-  template <int kFirst, int kLast, int kTiles>
-  __device__ __forceinline__ void add(const __half2 (&weights)[kTiles][2]) {
-    constexpr std::uint32_t kOnes = 0x3c003c00;
-    const auto& bits = reinterpret_cast<const std::uint32_t (&)[kTiles][2]>(weights);
-#pragma unroll
-    for (int i = kFirst; i < kLast; i += 2)
-      ptx::mma_m16n8k16<__half>(sums, {bits[i][0], bits[i][1], bits[i + 1][0], bits[i + 1][1]},
-                                kOnes, kOnes);
-  }
-
-  __device__ __forceinline__ RowEnd end(int r, float sink) const {
-    return quick_end_of_row(base[r], sums[2 * r], sink);
   }
 };
 

@@ -1,5 +1,6 @@
 #include "device/ptx/grid_dependency.cuh"
 #include "kernels/attention_sm90_fp8_consumer.cuh"
+#include "kernels/attention_sm90_fp8_scales.cuh"
 #include "kernels/attention_sm90_launch.cuh"
 
 namespace ridgeline {
@@ -33,6 +34,7 @@ __global__ void __launch_bounds__(Fp8Tile::kThreads, 1)
       ptx::mbarrier_init(&shared.turned_full[i], Tile::kTurnerThreads + device::kWarpSize);
       ptx::mbarrier_init(&shared.turned_free[i], Tile::kConsumerThreads);
     }
+    for (auto& barrier : shared.turn) ptx::mbarrier_init(&barrier, kWarpgroup / device::kWarpSize);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(&launch.q);
     ptx::prefetch_tensor_map(&launch.k);

@@ -1,4 +1,5 @@
 #pragma once
+#include "device/paired_softmax.cuh"
 #include "device/ptx/convert.cuh"
 #include "device/ptx/wgmma_fp8.cuh"
 #include "kernels/attention_sm90_fp8.cuh"
@@ -26,6 +27,7 @@ struct Fp8Consumer {
   Current now;
   float unit[2];  // of this thread's rows
   int exponent;   // sums are in units of 2^exponent
+  const int quad_lane = threadIdx.x % 4;  // kept: read anew it is waited for
   device::PairedSoftmax softmax;
   float sums[Tile::kSize / 8][4];
   float parts[Tile::kSize / 16][4];  // of one tile, half of the columns
@@ -34,6 +36,19 @@ struct Fp8Consumer {
 
   __device__ __forceinline__ __half2 (&pairs())[Tile::kKeys / 8][2] {
     return reinterpret_cast<__half2 (&)[Tile::kKeys / 8][2]>(scores);
+  }
+
+  /// One warpgroup at a time takes exponentials: at them together, all would wait for the tensor
+  /// cores together. By mbarriers, since ptxas moves exponentials over named barriers; `done` are
+  /// bits of what the turn is for, never all ones. H200, 16k keys, TFLOP/s without turns and so, in
+  /// two runs: causal 797, 806 and 787, 794; full 816, 825 and 811, 819.
+  __device__ __forceinline__ void await_turn() const {
+    static_assert(Tile::kTurnedSlots % 2 == 0);  // a turn a tile
+    ptx::mbarrier_wait(&shared.turn[warpgroup], (turned.slot & 1) ^ (warpgroup == 0 ? 1 : 0));
+  }
+  __device__ __forceinline__ void pass_turn(std::uint32_t done) const {
+    if (threadIdx.x % device::kWarpSize == 0 && done != 0xffffffffu)
+      ptx::mbarrier_arrive(&shared.turn[warpgroup == Tile::kConsumers - 1 ? 0 : warpgroup + 1]);
   }
 
   __device__ __forceinline__ bool begin_work() {
@@ -99,29 +114,10 @@ struct Fp8Consumer {
   }
 
   /// This thread's columns of pieces i to i + 3.
-  __device__ __forceinline__ static void load_scales(__half2 (&scales)[4], const __half (&row)[128],
-                                                     int i) {
+  __device__ __forceinline__ void load_scales(__half2 (&scales)[4], const __half (&row)[128],
+                                              int i) const {
     *reinterpret_cast<uint4*>(scales) =
-        *reinterpret_cast<const uint4*>(&row[8 * i + ptx::thread_index() % 4 * 8]);
-  }
-
-  /// Hides what this thread's rows do not see: mask() for pairs.
-  __device__ __forceinline__ void mask_pairs() {
-    const int thread = ptx::thread_index(), begin = now.tile * Tile::kKeys + thread % 4 * 2;
-    const Work& work = shared.work[now.work_slot];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const config::KeyRange sees =
-          config::visible_keys(p, work.sequence, work.first_query + row_of(thread) + 8 * r);
-      const int first = sees.begin - begin;
-      const int limit = config::lesser(sees.end, work.sequence.k_len) - begin;
-      const auto hidden = [&](int column) { return column < first || column >= limit; };
-#pragma unroll
-      for (int i = 0; i < Tile::kKeys / 8; ++i) {
-        if (hidden(8 * i)) scores[i][r] = (scores[i][r] & 0xffff0000u) | 0xfc00u;
-        if (hidden(8 * i + 1)) scores[i][r] = (scores[i][r] & 0xffffu) | 0xfc000000u;
-      }
-    }
+        *reinterpret_cast<const uint4*>(&row[8 * i + quad_lane * 8]);
   }
 
   /// Products with the keys times key[] become scores, of which `factor` are units of log2.
@@ -147,7 +143,8 @@ struct Fp8Consumer {
     for (int r = 0; r < 2; ++r)  // neither 0 nor inf, which a hidden score or 0 would make NaN
       factor[r] = __float2half2_rn(
           fminf(fmaxf(is_capped ? device::kLog2E : units[r], 0x1p-24f), 65504.0f));
-    if (now.tile < now.whole_begin || now.tile >= now.whole_end) mask_pairs();
+    if (now.tile < now.whole_begin || now.tile >= now.whole_end)
+      mask_pairs(p, shared.work[now.work_slot], now.tile * Tile::kKeys, scores);
   }
 
   /// Weights of half a tile times their values' scales, as codes.
@@ -180,15 +177,17 @@ struct Fp8Consumer {
   }
 
   /// Waits for the keys of a tile.
-  __device__ __forceinline__ void begin_tile() {
-    ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
+  __device__ __forceinline__ void begin_tile(bool has_come) {
+    if (!has_come) ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
     keys = ring.slot;
     ring.next();
   }
 
-  /// Lets the next tile of values and its scales go.
+  /// Lets the next tile of values, its scales and its turn go.
   __device__ __forceinline__ void drop_values() {
     ptx::mbarrier_wait(&shared.turned_full[turned.slot], turned.parity);
+    await_turn();
+    pass_turn(0);
     ptx::mbarrier_arrive(&shared.turned_free[turned.slot]);
     turned.next();
   }
@@ -207,13 +206,13 @@ struct Fp8Consumer {
       if (i > 0 || !is_first_work) ring.next();  // values of the tile before
       if (i > 0) drop_values();
     }
-    begin_tile();
+    begin_tile(false);
     if (now.skip > 0 || !is_first_work) ring.next();
   }
 
   /// From a tile's scores to the first half of its values' products.
-  __device__ __forceinline__ void multiply_values() {
-    ptx::mbarrier_wait(&shared.turned_full[turned.slot], turned.parity);
+  __device__ __forceinline__ void multiply_values(bool has_come) {
+    if (!has_come) ptx::mbarrier_wait(&shared.turned_full[turned.slot], turned.parity);
     const Scales& scales = shared.scales[turned.slot];
     __half2 key[Tile::kKeys / 32][4];
 #pragma unroll
@@ -227,12 +226,16 @@ struct Fp8Consumer {
     float keep[2];
     finish_scores(key, units, factor);
     const bool raised = softmax.raise(pairs(), keep, factor);
-    constexpr int kPieces = Tile::kKeys / 8;
-    softmax.weigh<0, kPieces / 2>(pairs(), factor);
-    softmax.add<0, kPieces / 2>(pairs());
+    await_turn();
+    ptx::hold_registers(scores);
+    softmax.weigh<0, 8>(pairs(), factor);
+    const std::uint32_t done = softmax.add<0, 8>(pairs());
+    softmax.weigh<8, 12>(pairs(), factor);
+    // Not later: the last quarter is on its way when the next warpgroup's first exponentials come.
+    pass_turn(done | softmax.add<8, 12>(pairs()));
+    softmax.weigh<12, 16>(pairs(), factor);
+    softmax.add<12, 16>(pairs());
     round_weights<0>();
-    softmax.weigh<kPieces / 2, kPieces>(pairs(), factor);
-    softmax.add<kPieces / 2, kPieces>(pairs());
     round_weights<1>();
     issue_values<0>();
     const int above = shared.scales[turned.slot].value_exponent;
@@ -263,6 +266,7 @@ struct Fp8Consumer {
     const int left = work.sequence.q_len - work.first_query - row;
     const std::int64_t query = work.sequence.q_begin + work.first_query + row;
     const float sink = attention_tile::sink_of(p, work.head);
+    softmax.join_quad();
     const device::RowEnd ends[2] = {softmax.end(0, sink), softmax.end(1, sink)};
     if (lane % 4 == 0) {
       float* to = p.lse + work.head * p.stride_lse_head + query;
@@ -294,22 +298,24 @@ struct Fp8Consumer {
       softmax = {};
       exponent = -100;
       clear_sums();
+      bool values_have_come = false;
       const Current work = now;
       for (bool last = false; !last;) {
-        multiply_values();
+        multiply_values(values_have_come);
         last = now.tile == now.first_tile;
         if (last) {
           more = begin_work();
         } else {
           --now.tile;
         }
+        const bool keys_have_come = ptx::mbarrier_test(&shared.full[ring.slot], ring.parity);
         ptx::wgmma_wait<0>();
         ptx::hold_registers(parts);
         add_parts<0>();
         issue_values<1>();
         const bool skips = last && more && now.skip > 0;
         if (more && !skips) {
-          begin_tile();
+          begin_tile(keys_have_come);
           ring.next();  // values of the tile before, which others turn
         }
         ptx::wgmma_wait<0>();
@@ -319,6 +325,8 @@ struct Fp8Consumer {
         if (skips) begin_sight(false);  // not sooner: ring and turned slots may be full
         // Once too often: under a condition, the compiler would have the values wait for them.
         issue_scores(keys);
+        values_have_come =
+            ptx::mbarrier_test(&shared.turned_full[turned.slot], turned.parity);
         add_parts<1>();
       }
       store(work);

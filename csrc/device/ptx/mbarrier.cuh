@@ -40,6 +40,22 @@ __device__ __forceinline__ void mbarrier_arrive_after_copies(std::uint64_t* barr
                : "memory");
 }
 
+/// Whether the phase of this parity has completed. Asked for ahead, it spares a wait that is over
+/// its trip to shared memory.
+__device__ __forceinline__ bool mbarrier_test(std::uint64_t* barrier, int parity) {
+  int done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.s32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
 /// Waits until the phase of this parity has completed.
 __device__ __forceinline__ void mbarrier_wait(std::uint64_t* barrier, int parity) {
   asm volatile(
