@@ -148,7 +148,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.stages = params.row_groups == 1 ? stages / 2 * 2 : stages;
   params.prefetched = shares ? params.stages / 2 : 0;
   check(stages >= (params.row_groups == 1 ? 4 : 2), "linear: a ring of ", stages, " stages");
-  params.unit = Layout::kInt4 ? device::kInt4Unit<T> : 1.0f;
+  params.unit = Layout::kInt4 && !kFp8X ? device::kInt4Unit<T> : 1.0f;
   constexpr int kXBytes = kFp8X ? 1 : 2;
   params.x = device::matrix_map({.data = p.x.data,
                                  .element_bytes = kXBytes,
