@@ -50,8 +50,7 @@ __device__ __forceinline__ void consume_planned(const Launch& launch, Shared<Til
     factors.take(planned.columns[at][row], planned.columns[at][row + 8]);
     store_tile<Tile>(launch, shared, item, sums, shared.x_scale[Tile::kFp8X ? at : 0], factors,
                      here);
-    __syncwarp();  // every lane has read what was planned
-    if (here.lane == 0) ptx::mbarrier_arrive(&planned.free[at]);
+    ptx::mbarrier_arrive(&planned.free[at]);  // every lane, for what it read
   }
 }
 

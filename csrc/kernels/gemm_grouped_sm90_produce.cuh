@@ -129,8 +129,7 @@ __device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared)
   int turn = 0;
   const auto hand_over = [&](const Item& item) {
     if (lane == 0) planned.items[turn % 2] = item;
-    __syncwarp();  // item and factors are written
-    if (lane == 0) ptx::mbarrier_arrive(&planned.full[turn % 2]);
+    ptx::mbarrier_arrive(&planned.full[turn % 2]);  // every lane, for what it wrote
     ++turn;
   };
   const auto wait_free = [&] {
