@@ -331,7 +331,6 @@ def test_gated_products_of_few_rows_are_fused() -> None:
     assert plan(65, 2048, 2048, hopper=True, activation="silu_mul")["path"] == "library"
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("N", "K", "format", "path"),
     [
@@ -348,6 +347,7 @@ def test_one_row_of_a_weight_that_registers_hold(N: int, K: int, format: str, pa
     assert plan(1, N, K, hopper=True, format=format)["path"] == path
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("activation", [None, "silu_mul"])
 @pytest.mark.parametrize(("M", "N", "K"), [(9, 4096, 4096), (32, 4128, 5000), (49, 6144, 4096)])
 def test_dense_products_of_the_cluster_kernel(
