@@ -79,8 +79,14 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       few = XOfLane<1>(x + at * kRowBytes, spans + at, rows.count, lane);
       more = XOfLane<2>(x + at * kRowBytes, spans + at, rows.count, lane);
     }
-    if (chunk >= digits.chunks) continue;
     const int item = strip >> (launch.paired - 1), turn = chunk;
+    const auto wait_free = [&] {
+      ptx::mbarrier_wait(&barriers.sums.free[item % kFinishers], item / kFinishers % 2 ^ 1);
+    };
+    if (chunk >= digits.chunks) {
+      wait_free();  // a warp that passes over a phase takes the one before it for the one after
+      continue;
+    }
     float* mine = sums_of(sums_at, launch, strip) + warp * each;
     const auto multiply = [&]<int kOfTiles>(const XOfLane<kOfTiles>& x_lane) {
       float sums[kOfTiles][2] = {};
@@ -96,7 +102,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
           parity ^= 1;
         }
       }
-      ptx::mbarrier_wait(&barriers.sums.free[item % kFinishers], item / kFinishers % 2 ^ 1);
+      wait_free();
 #pragma unroll
       for (int tile = 0; tile < kOfTiles; ++tile) {
         const int m = tile * kTokens + lane % 4;

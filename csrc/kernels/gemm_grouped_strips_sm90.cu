@@ -74,8 +74,14 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       x_lane = x + (rows.first - staged + min(kFp8 ? lane / 4 : lane % 8, rows.count - 1)) *
                        params.pitch + (kFp8 ? lane % 4 * 8 : lane / 8 * 16);
     }
-    if (chunk >= launch.chunks) continue;
     const int item = strip >> (launch.paired - 1);
+    const auto wait_free = [&] {
+      ptx::mbarrier_wait(&shared.sums.free[item % kFinishers], item / kFinishers % 2 ^ 1);
+    };
+    if (chunk >= launch.chunks) {
+      wait_free();  // a warp that passes over a phase takes the one before it for the one after
+      continue;
+    }
     float* mine = sums_of(sums_at, launch, strip) + warp * each;
     Sums<E> whole;  // dense
     float sums[4] = {};
@@ -112,7 +118,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     if constexpr (!kFp8)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[i] = whole.get(i);
-    ptx::mbarrier_wait(&shared.sums.free[item % kFinishers], item / kFinishers % 2 ^ 1);
+    wait_free();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int m = lane % 4 * 2 + i % 2;

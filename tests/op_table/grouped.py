@@ -73,6 +73,10 @@ GROUPED = OpCase(
                x=normal(4, 200), weight=normal(12, 224, 200),
                offsets=at(0, 0, 18, *([19] * 10)), rows=indices(MIXED_FEW),
                bias=normal(12, 224), activation="silu_mul"),
+        # Warps pass over strips of a block that they have no chunk of.
+        *(Sample(f"strips: {what}, nine and more a block", x=normal(12, K),
+                 weight=normal(12, 2048, K), offsets=at(*range(13)))
+          for what, K in (("a chunk each", 128), ("three chunks each", 384))),
         Sample("strips: x of one row fits", x=normal(3, 40000), weight=normal(2, 32, 40000),
                offsets=at(0, 1, 3)),
         Sample("tiles of 64 rows, odd tails", x=normal(131, 264), weight=normal(3, 200, 264),
@@ -179,6 +183,10 @@ def _fp8_samples() -> list[Sample]:
                    x=of_x(40, 8192), weight=fp8(12, 96, 8192), weight_scale=_positive(12),
                    offsets=at(0, 0, 18, *([19] * 10)), rows=indices(MIXED_FEW), out_dtype=out,
                    bias=normal(12, 96, dtype=out), activation="silu_mul", **scale),
+            Sample(f"x of {name}: strips of a chunk, nine and more a block", x=of_x(12, 256),
+                   weight=fp8(12, 2048, 256), weight_scale=_positive(12, 2048),
+                   offsets=at(*range(13)), out_dtype=out,
+                   **({"x_scale": _positive(12)} if out else {})),
             Sample(f"x of {name}: no rows", x=of_x(0, 64), weight=fp8(2, 32, 64),
                    weight_scale=_positive(2), offsets=at(0, 0, 0), out_dtype=out, **one),
         ]  # fmt: skip
