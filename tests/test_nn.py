@@ -222,6 +222,15 @@ def test_a_layer_with_two_names_stays_one_layer():
     assert module[0] is module[1][1] and module[0] is not layer
 
 
+def test_a_layer_is_left_if_one_of_its_names_is_skipped():
+    layer = nn.Linear(64, 64)
+    module = nn.Sequential(layer, nn.Sequential(nn.ReLU(), layer))
+    for skip in ("0", "1.1"):
+        done = ridgeline.quantize_(module, "fp8", skip=(skip,))
+        assert done.left == (("0", "named in skip"),) and not done.layers
+        assert module[0] is module[1][1] is layer
+
+
 def test_subclasses_and_hooks_are_left():
     class Adapter(nn.Linear):
         pass

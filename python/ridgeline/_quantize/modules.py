@@ -83,15 +83,14 @@ def quantize_(
         raise ValueError(f'seen: expected with format "int8" only, got it with {format!r}')
     if seen is None and "threshold" in options:
         raise ValueError("threshold: expected with seen, the magnitudes that it is held against")
-    shared: dict[nn.Module, nn.Module] = {}
-    for name, child in list(module.named_modules(remove_duplicate=False)):
-        if not isinstance(child, (nn.Linear, Linear)):
-            continue
-        parent, _, attribute = name.rpartition(".")
-        if child in shared and not is_named(name, skip):
-            setattr(module.get_submodule(parent), attribute, shared[child])
-            continue
-        reason = _reason_to_leave(name, child, skip)
+    names: dict[nn.Linear | Linear, list[str]] = {}  # one layer may have several
+    for name, child in module.named_modules(remove_duplicate=False):
+        if isinstance(child, (nn.Linear, Linear)):
+            names.setdefault(child, []).append(name)
+    for child, aliases in names.items():
+        name = aliases[0]
+        reasons = (_reason_to_leave(alias, child, skip) for alias in aliases)
+        reason = next(filter(None, reasons), None)
         if reason is None and seen is not None and name not in seen.largest:
             reason = "it was not run while its inputs were observed"
         made = None
@@ -104,8 +103,10 @@ def quantize_(
         if made is None:
             left.append((name, reason or ""))
             continue
-        shared[child] = made.train(child.training)
-        setattr(module.get_submodule(parent), attribute, made)
+        made.train(child.training)
+        for alias in aliases:
+            parent, _, attribute = alias.rpartition(".")
+            setattr(module.get_submodule(parent), attribute, made)
         layers.append(name)
         before += child.weight.nbytes
         after += sum(t.nbytes for key, t in made.named_buffers() if key != "bias")
