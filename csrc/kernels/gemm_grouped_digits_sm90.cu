@@ -80,11 +80,9 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       more = XOfLane<2>(x + at * kRowBytes, spans + at, rows.count, lane);
     }
     const int item = strip >> (launch.paired - 1), turn = chunk;
-    const auto wait_free = [&] {
-      ptx::mbarrier_wait(&barriers.sums.free[item % kFinishers], item / kFinishers % 2 ^ 1);
-    };
-    if (chunk >= digits.chunks) {
-      wait_free();  // a warp that passes over a phase takes the one before it for the one after
+    if (chunk >= digits.chunks) {  // of others' columns alone
+      barriers.sums.wait_free(item);
+      barriers.sums.arrive_done(item, lane);
       continue;
     }
     float* mine = sums_of(sums_at, launch, strip) + warp * each;
@@ -102,7 +100,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
           parity ^= 1;
         }
       }
-      wait_free();
+      barriers.sums.wait_free(item);
 #pragma unroll
       for (int tile = 0; tile < kOfTiles; ++tile) {
         const int m = tile * kTokens + lane % 4;
@@ -130,7 +128,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       }
     }
     __syncwarp();  // the sums of every lane are written
-    if (lane == 0) ptx::mbarrier_arrive(&barriers.sums.done[item % kFinishers]);
+    barriers.sums.arrive_done(item, lane);
   }
   clear_rows<T>(launch.grouped);
 #endif

@@ -75,11 +75,9 @@ __global__ void __launch_bounds__(kStripThreads, 1)
                        params.pitch + (kFp8 ? lane % 4 * 8 : lane / 8 * 16);
     }
     const int item = strip >> (launch.paired - 1);
-    const auto wait_free = [&] {
-      ptx::mbarrier_wait(&shared.sums.free[item % kFinishers], item / kFinishers % 2 ^ 1);
-    };
-    if (chunk >= launch.chunks) {
-      wait_free();  // a warp that passes over a phase takes the one before it for the one after
+    if (chunk >= launch.chunks) {  // of others' columns alone
+      shared.sums.wait_free(item);
+      shared.sums.arrive_done(item, lane);
       continue;
     }
     float* mine = sums_of(sums_at, launch, strip) + warp * each;
@@ -118,14 +116,14 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     if constexpr (!kFp8)
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[i] = whole.get(i);
-    wait_free();
+    shared.sums.wait_free(item);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int m = lane % 4 * 2 + i % 2;
       if (m < rows.count) mine[m * kStripRows + lane / 4 + i / 2 * 8] = sums[i];
     }
     __syncwarp();  // the sums of every lane are written
-    if (lane == 0) ptx::mbarrier_arrive(&shared.sums.done[item % kFinishers]);
+    shared.sums.arrive_done(item, lane);
   }
   clear_rows<T>(launch.grouped);
 #endif

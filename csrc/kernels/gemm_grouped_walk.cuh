@@ -34,13 +34,22 @@ struct SumBarriers {
   std::uint64_t done[kFinishers];  // the warps have left their sums of an item, ...
   std::uint64_t free[kFinishers];  // ... which are added up
 
-  /// One thread calls it. A strip of few chunks has sums of as many warps.
+  /// One thread calls it.
   __device__ void init(const StripLaunch& launch) {
 #pragma unroll
     for (int i = 0; i < kFinishers; ++i) {
-      ptx::mbarrier_init(&done[i], min(launch.chunks, kWarps) * launch.paired);
+      ptx::mbarrier_init(&done[i], kWarps * launch.paired);
       ptx::mbarrier_init(&free[i], 1);
     }
+  }
+
+  // Every warp calls both for every strip, with sums of it or none: a barrier has two phases to
+  // tell apart, and a warp that passed over one would take another for it.
+  __device__ void wait_free(int item) {
+    ptx::mbarrier_wait(&free[item % kFinishers], item / kFinishers % 2 ^ 1);
+  }
+  __device__ void arrive_done(int item, int lane) {
+    if (lane == 0) ptx::mbarrier_arrive(&done[item % kFinishers]);
   }
 };
 
