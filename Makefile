@@ -73,7 +73,7 @@ test-cpp: $(TESTABLE)
 	@$(WITH_TOOLS); cmake --build $(CPP_DIR) && ctest --test-dir $(CPP_DIR) --output-on-failure
 
 test-gpu: $(TESTABLE)
-	@$(RUN) -m pytest -m gpu $(PYTEST_ARGS)
+	@$(RUN) -m pytest -v -m gpu $(PYTEST_ARGS)
 
 bench: $(INSTALLED)
 	@$(RUN) benchmarks/run_all.py $(BENCH_ARGS)

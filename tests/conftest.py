@@ -9,6 +9,12 @@ import pytest
 import torch
 
 import ridgeline
+from hang_guard import (  # noqa: F401
+    pytest_addoption,
+    pytest_configure,
+    pytest_runtest_protocol,
+    pytest_unconfigure,
+)
 
 # The machine's speed is no property of the code: no deadlines, and the same examples each time.
 hypothesis.settings.register_profile("ridgeline", deadline=None, derandomize=True)
