@@ -208,6 +208,7 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Pat
         ({"num_key_value_heads": 3}, r"\(4\) must be a multiple of num_key_value_heads \(3\)"),
         ({"rope_scaling": {"rope_type": "xpos"}}, "rope_type must be one of default, .*got 'xpos'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "needs low_freq_factor"),
+        ({"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, "more than low_freq_factor"),
         ({"dtype": "int3"}, "dtype must be one of .*, got 'int3'"),
         ({"eos_token_id": -1}, "eos_token_id must be a token id .*, got -1"),
     ],

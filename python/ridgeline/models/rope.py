@@ -119,6 +119,11 @@ def _scaling(
     for key in required:
         for number in numbers[key] if isinstance(numbers[key], list) else [numbers[key]]:
             positive(key, number)
+    if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
+        raise ValueError(
+            f"high_freq_factor must be more than low_freq_factor, {numbers['low_freq_factor']}, "
+            f"got {numbers['high_freq_factor']}"
+        )
     return kind, numbers
 
 
