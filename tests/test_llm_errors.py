@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import math
 import pickle
 import signal
@@ -10,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -396,18 +399,26 @@ def test_an_interrupt_between_scheduling_and_running_loses_no_token(llm: LLM, mo
     assert llm.stats().used_blocks == llm.stats().in_flight == 0
 
 
-class InterruptedAdd:
-    """A scheduler behind whose ``add`` an interrupt arrives."""
+class Interrupted:
+    """A scheduler behind whose method ``name`` an interrupt arrives, once it ``applies``."""
 
-    def __init__(self, scheduler: Any) -> None:
-        self._scheduler = scheduler
+    def __init__(
+        self, scheduler: Any, name: str, applies: Callable[..., bool] = lambda *_: True
+    ) -> None:
+        self._scheduler, self._name, self._applies = scheduler, name, applies
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._scheduler, name)
+        method = getattr(self._scheduler, name)
+        if name != self._name:
+            return method
 
-    def add(self, *args: Any, **options: Any) -> None:
-        self._scheduler.add(*args, **options)
-        raise KeyboardInterrupt
+        def interrupted(*args: Any, **options: Any) -> Any:
+            result = method(*args, **options)
+            if self._applies(*args):
+                raise KeyboardInterrupt
+            return result
+
+        return interrupted
 
 
 def test_a_stream_that_nobody_reads_aborts_its_requests(llm: LLM):
@@ -461,10 +472,29 @@ def test_an_interrupt_while_requests_are_queued_leaves_none(llm: LLM, monkeypatc
     core = llm._parts.core
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         if added:
-            patch.setattr(core, "scheduler", InterruptedAdd(core.scheduler))
+            patch.setattr(core, "scheduler", Interrupted(core.scheduler, "add"))
         else:
             patch.setattr(Sampler, "add", interrupt)
         llm.generate([[1, 2], [3, 4]], SamplingParams(n=2, logprobs=1))
+
+
+@pytest.mark.parametrize("at", [0, 1, 4])
+def test_an_interrupt_behind_a_commit_loses_nothing_of_others(llm: LLM, monkeypatch, at: int):
+    params = dataclasses.replace(GREEDY, logprobs=1, prompt_logprobs=1)
+    expected = llm.generate([5, 6, 7], params)[0]
+    stream, core = llm.stream([5, 6, 7], params), llm._parts.core
+    steps = itertools.count()
+    interrupted = Interrupted(core.scheduler, "commit", lambda *_: next(steps) == at)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(core, "scheduler", interrupted)
+        llm.generate([1, 2, 3], GREEDY)
+    pieces = list(stream)
+    found = [token for piece in pieces for token in piece.token_ids]
+    assert found == expected.outputs[0].token_ids
+    prompts = [request.prompt_logprobs for request in (pieces[-1].request, expected)]
+    kept, whole = [[entry and set(entry) for entry in prompt] for prompt in prompts]
+    assert kept == whole
+    assert llm.stats().used_blocks == llm.stats().in_flight == 0
 
 
 @pytest.mark.parametrize("at", [0, 3, 11])

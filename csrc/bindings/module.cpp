@@ -209,13 +209,11 @@ void add(Scheduler& scheduler, const Ids& seq_ids, const Ids& prompt, std::int64
 }
 
 /// Plain tuples: 256 bound objects and their attributes cost a step 100 us of the interpreter.
-py::list tuples(const std::vector<Output>& outputs) {
-  py::list list(outputs.size());
-  for (std::size_t i = 0; i < outputs.size(); ++i) {
-    const auto& [seq_id, token, row, reason] = outputs[i];
+py::list append_tuples(py::list list, const std::vector<Output>& outputs) {
+  for (const auto& [seq_id, token, row, reason] : outputs) {
     py::object name = py::none();
     if (reason) name = py::str(finish_name(*reason));
-    list[i] = py::make_tuple(seq_id, token, row, std::move(name));
+    list.append(py::make_tuple(seq_id, token, row, std::move(name)));
   }
   return list;
 }
@@ -245,10 +243,10 @@ void bind_scheduler(py::module_& m) {
       .def("take_expired", &Scheduler::take_expired)
       .def("add_time_ratio", &Scheduler::add_time_ratio, "padded_tokens"_a, "ratio"_a)
       .def("commit",
-           [](Scheduler& s, const Batch& batch, const Ids& tokens) {
-             return tuples(s.commit(batch, tokens));
+           [](Scheduler& s, const Batch& batch, const Ids& tokens, std::optional<py::list> into) {
+             return append_tuples(into ? *into : py::list(), s.commit(batch, tokens));
            },
-           "batch"_a, "tokens"_a)
+           "batch"_a, "tokens"_a, "into"_a = py::none())
       .def("finish",
            [](Scheduler& s, std::int64_t seq_id, const std::string& reason) {
              s.finish(seq_id, outside_reason(reason));

@@ -25,8 +25,7 @@ class engine:
         """Decides what each step computes. The loop around it has three verbs::
 
             batch = scheduler.schedule()
-            tokens = runner.run(batch)
-            for seq_id, token, row, end in scheduler.commit(batch, tokens): ...
+            for seq_id, token, row, end in scheduler.commit(batch, runner.run(batch)): ...
 
         A batch may be scheduled while the one before it is still in flight (at most two
         uncommitted); batches are run in the order of ``schedule`` and committed in that order.
@@ -82,12 +81,11 @@ class engine:
             prompt's computation and its blocks; each then samples on its own. ``n > 1`` needs
             ``n <= max_num_seqs``. Service is in order of due time, then of arrival: ``now`` plus
             a minute plus ten seconds for each unit of ``priority``, but no later than
-            ``deadline``. So nobody who arrives after a request's due time overtakes it. ``now``
-            and ``deadline`` are microseconds of one clock, on which ``now`` never falls. What is
-            not finished at its deadline is ended by ``schedule``. Prefix blocks are shared among
-            requests of one ``tenant`` only. With ``prompt_logprobs`` every prompt position gets a
-            logits row, once, and no cached prefix is used. Before ``min_tokens`` outputs no stop
-            token ends a sequence.
+            ``deadline``. ``now`` and ``deadline`` are microseconds of one clock, on which ``now``
+            never falls. What is not finished at its deadline is ended by ``schedule``. Prefix
+            blocks are shared among requests of one ``tenant`` only. With ``prompt_logprobs`` every
+            prompt position gets a logits row, once, and no cached prefix is used. Before
+            ``min_tokens`` outputs no stop token ends a sequence.
 
             Raises ``ValueError`` with the numbers if the request could never run: an empty
             prompt, ``len(prompt) >= max_model_len``, more blocks than the cache has, a token id
@@ -95,9 +93,8 @@ class engine:
             """
 
         def schedule(self, now: int = 0, only: Sequence[int] = ()) -> engine.Batch | None:
-            """The next step, or None if nothing can be computed before a commit or an add.
-
-            None with nothing in flight: all have finished. ``only``: these alone."""
+            """The next step, or None if nothing can be computed before a commit or an add; with
+            nothing in flight: all have finished. ``only``: these alone."""
 
         def take_expired(self) -> list[int]:
             """The sequences that deadlines ended since the last call."""
@@ -107,13 +104,17 @@ class engine:
             times as long as predicted: what steps of a size took lately cuts the chunks."""
 
         def commit(
-            self, batch: engine.Batch, tokens: Sequence[int]
+            self,
+            batch: engine.Batch,
+            tokens: Sequence[int],
+            into: list[tuple[int, int, int, str | None]] | None = None,
         ) -> list[tuple[int, int, int, str | None]]:
             """Takes the sampled token of each logits row (``batch.num_rows`` of them, in order).
 
             Requires: ``batch`` is the oldest in flight. The token of a row that was not a sample
             (a prompt position) or whose sequence has ended is ignored. Returns, in row order, of
             each that got one: id, token, row, and its end: "stop", "length", or None: none yet.
+            They are appended to ``into``, if given: an interrupt behind the call loses none.
             """
 
         def finish(self, seq_id: int, reason: str = "abort") -> None:
@@ -125,10 +126,7 @@ class engine:
             """
 
         def discard(self) -> None:
-            """Forgets every batch in flight, as after a failed run.
-
-            Their sequences go back to the queue and are computed again; no token is lost.
-            """
+            """Forgets batches in flight, as after a failed run: they are computed again."""
 
         def has_unfinished(self) -> bool: ...
         def num_in_flight(self) -> int:
@@ -201,10 +199,7 @@ class engine:
         row_seq_ids: list[int]
         """The sequence of each logits row (``num_rows``)."""
         row_positions: list[int]
-        """The index in its sequence of the token each row predicts (``num_rows``).
-
-        Below the prompt's length: a prompt_logprobs row, not a sample.
-        """
+        """The index in its sequence of the token each row predicts; in the prompt: no sample."""
 
         def digest(self) -> int:
             """A 64-bit hash of everything that the step computes."""
@@ -249,14 +244,10 @@ class engine:
         num_rows: int
         num_table_updates: int
         num_copies: int
-        def __len__(self) -> int:
-            """The int32 count of the whole buffer."""
-
+        def __len__(self) -> int: ...  # int32 values of the whole buffer
         def __buffer__(self, flags: int, /) -> memoryview: ...
 
     class Decision:
-        """One entry of the decision log."""
-
         index: int
         step: int
         seq_id: int
@@ -271,8 +262,7 @@ class engine:
         CHUNKED: ClassVar[engine.Reason]  # (tokens scheduled, tokens left for later steps)
         CHUNKED_LATENCY: ClassVar[engine.Reason]  # the same, cut by the latency target
         HELD_TOKENS: ClassVar[engine.Reason]  # (tokens wanted, budget left)
-        # (tokens wanted, tokens that the latency target allows)
-        HELD_LATENCY: ClassVar[engine.Reason]
+        HELD_LATENCY: ClassVar[engine.Reason]  # (tokens wanted, tokens that the target allows)
         HELD_BLOCKS: ClassVar[engine.Reason]  # (blocks wanted, blocks available)
         HELD_SEQUENCES: ClassVar[engine.Reason]  # (sequences wanted, places left)
         HELD_PREFIX_IN_FLIGHT: ClassVar[engine.Reason]  # (block index, block being computed)
@@ -310,10 +300,8 @@ class engine:
 
     class BlockManager:
         """Blocks and the tables that own them: what the scheduler stands on, usable alone.
-
         A table is an index below ``max_tables``. A block is free, cached (no owner, contents
-        kept, least recently used goes first) or used.
-        """
+        kept, least recently used goes first) or used."""
 
         def __init__(
             self,
@@ -325,13 +313,13 @@ class engine:
             seed: int = 0,
         ) -> None: ...
         def open(self, tenant: str = "") -> int:
-            """A new empty table. Raises ``ValueError`` when all are open."""
+            """A new empty table. Raises ``ValueError`` when all are open, as :meth:`fork`."""
 
         def close(self, table: int) -> None:
             """Gives the table's blocks back; registered ones stay cached."""
 
         def fork(self, table: int) -> int:
-            """A new table sharing every block. Raises ``ValueError`` when all are open."""
+            """A new table sharing every block."""
 
         def prepare_write(self, table: int, start: int, end: int) -> bool:
             """Makes token positions ``[start, end)`` writable: all of it, or False and no change.
@@ -350,10 +338,8 @@ class engine:
             """Gives an empty table the matched blocks; returns the number of tokens in them."""
 
         def register(self, table: int, tokens: Sequence[int]) -> None:
-            """Makes the table's full blocks findable; ``tokens`` are its contents from the start.
-
-            A block whose contents are registered already stays private.
-            """
+            """Makes full blocks findable by the table's contents, ``tokens`` from the start.
+            A block whose contents are registered already stays private."""
 
         def blocks(self, table: int) -> list[int]: ...
         def refcount(self, block: int) -> int: ...

@@ -213,35 +213,35 @@ class Core:
         except Exception as error:
             return self._fail(error)
         self._in_flight.popleft()
-        now = self._clock()
+        delivery = self._delivery = Delivery(batch, result, self._clock())
         if self._unscheduled and batch.num_tokens > batch.num_decode_tokens:
             for seq_id in batch.seq_ids:
                 request = self._unscheduled.pop(seq_id, None)
                 if request is not None:
                     request.output.metrics.first_scheduled_time = start
-        self._delivery = Delivery(self.scheduler.commit(batch, tokens), result, now)
+        self.scheduler.commit(batch, tokens, delivery.outputs)  # there when an interrupt comes
         if self._recorder is not None:
             self._recorder.committed(batch, tokens)
-        self._take_prompt_rows(batch, self._delivery)
-        self._take(self._delivery)
+        self._take(delivery)
         self._delivery = None
         self._ids.committed += 1
-        self._measure(batch, start, now)
+        self._measure(batch, start, delivery.now)
 
-    def _take_prompt_rows(self, batch: engine.Batch, delivery: Delivery) -> None:
+    def _take_prompt_rows(self, delivery: Delivery) -> None:
         """Gives requests the log-probabilities of their prompts, before any token after them."""
         result = delivery.result
-        row_seq_ids = batch.row_seq_ids if result.prompt_rows else []
-        for row in result.prompt_rows:
-            if (sequence := self._sequences.get(row_seq_ids[row])) is None:
+        for row, seq_id, position in delivery.prompt_rows():
+            if (sequence := self._sequences.get(seq_id)) is None:
                 continue
             try:
-                sequence.request.add_prompt_logprobs(result, row)
+                sequence.request.add_prompt_logprobs(result, row, position)
             except Exception as error:
                 self._end(sequence.request, "error", error, delivery.ended())
 
     def _take(self, delivery: Delivery) -> None:
         """Gives each sequence its token. What raises there ends that request alone."""
+        if delivery.at < 0:
+            self._take_prompt_rows(delivery)
         sequences, result, now = self._sequences, delivery.result, delivery.now
         for at in range(delivery.at + 1, len(delivery.outputs)):
             delivery.at = at

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ridgeline.outputs import (
@@ -19,6 +19,7 @@ from ridgeline.sampling_params import SamplingParams
 from ridgeline.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 if TYPE_CHECKING:
+    from ridgeline._C import engine
     from ridgeline.runner import StepResult
 
 SEEDS = 2**63
@@ -30,13 +31,21 @@ Output = tuple[int, int, int, str | None]
 
 @dataclass
 class Delivery:
-    """What a commit returned, on its way to the sequences; those up to ``at`` have theirs, or the
-    one at ``at`` is being given it."""
+    """What a commit gave, on its way to the sequences; those up to ``at`` have theirs, or the one
+    at ``at`` is being given it."""
 
-    outputs: list[Output]
+    batch: engine.Batch
     result: StepResult
     now: float
+    outputs: list[Output] = field(default_factory=list)
     at: int = -1
+
+    def prompt_rows(self) -> list[tuple[int, int, int]]:
+        """Of each row for a prompt token: row, sequence, and the token's index in the prompt."""
+        if not self.result.prompt_rows:
+            return []
+        seq_ids, positions = self.batch.row_seq_ids, self.batch.row_positions
+        return [(row, seq_ids[row], positions[row]) for row in self.result.prompt_rows]
 
     def ended(self) -> set[int]:
         """The sequences that the scheduler has ended in that commit."""
@@ -95,12 +104,15 @@ class Request:
     def num_output_tokens(self) -> int:
         return sum(len(output.token_ids) for output in self.output.outputs)
 
-    def add_prompt_logprobs(self, result: StepResult, row: int) -> None:
-        """Takes the candidates of the next prompt token; positions come in order."""
+    def add_prompt_logprobs(self, result: StepResult, row: int, position: int) -> None:
+        """Takes the candidates of a prompt token, once: positions come in order, but after an
+        interrupt those of a step may come again."""
         entries, count = self.output.prompt_logprobs, self.params.prompt_logprobs
         assert entries is not None and count is not None
+        if position < len(entries):
+            return
         candidates = result.candidates(row, count)
-        token = self.output.prompt_token_ids[len(entries)]
+        token = self.output.prompt_token_ids[position]
         entries.append(logprobs_of(token, candidates, self._tokenizer))
 
 
