@@ -1,4 +1,4 @@
-"""Gradients asked of an op are an error that says what to do; inference never meets it."""
+"""Derivatives asked of an op are an error that says what to do; inference never meets it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from numerics import as_tuple
 from op_table import OpCase
 from ridgeline import ops
 from test_ops import CASES, context_for, first_full_sample
 
+NO_TANGENT = r"ridgeline\.ops\.\w+ has no forward-mode derivative: call it on tensors without"
 MESSAGE = r"ridgeline\.ops\.\w+ has no backward: call it under torch\.inference_mode"
 WITHOUT_GRADIENT = {"sample", "top_logprobs", "copy_blocks", "pack_int4"}
 DIFFERENTIABLE = [case for case in CASES if case.name not in WITHOUT_GRADIENT]
@@ -74,3 +76,62 @@ def test_inference_with_parameters_is_as_without(mode: Any):
 def test_a_forward_with_recorded_parameters_has_the_same_bits():
     x, weight = torch.randn(3, 8), torch.nn.Parameter(torch.ones(8))
     assert torch.equal(ops.rmsnorm(x, weight), ops.rmsnorm(x, weight.detach()))
+
+
+@pytest.mark.parametrize("case", DIFFERENTIABLE, ids=lambda case: case.name)
+def test_a_tangent_is_refused(case: OpCase):
+    """PyTorch alone would go on with zeros."""
+    if torch.float32 not in case.dtypes:
+        pytest.skip("no float32 on the CPU")
+    inputs = first_full_sample(case).make(context_for("cpu", torch.float32))
+    with forward_ad.dual_level():
+        case.op(**inputs)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and value.dtype == torch.float32:
+                inputs[name] = forward_ad.make_dual(value, torch.ones_like(value))
+        with pytest.raises(NotImplementedError, match=NO_TANGENT):
+            case.op(**inputs)
+
+
+@pytest.mark.parametrize("transform", [torch.func.jvp, torch.func.jacfwd])
+def test_transforms_of_tangents_are_refused(transform: Any):
+    x, weight = torch.randn(3, 8), torch.ones(8)
+
+    def norm(x: Tensor) -> Tensor:
+        return ops.rmsnorm(x, weight)
+
+    with pytest.raises(NotImplementedError, match=NO_TANGENT):
+        transform(norm, (x,), (x,)) if transform is torch.func.jvp else transform(norm)(x)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.mutates], ids=lambda case: case.name)
+def test_a_change_in_place_is_counted(case: OpCase):
+    """A backward that kept the tensor finds it changed, and says so."""
+    inputs = first_full_sample(case).make(context_for("cpu", case.dtypes[0]))
+    changed = [inputs.get(name) for name in (*case.mutates, "k_scale", "v_scale")]
+    before = [tensor._version for tensor in changed if tensor is not None]
+    case.op(**inputs)
+    after = [tensor._version for tensor in changed if tensor is not None]
+    assert before and all(old < new for old, new in zip(before, after))
+
+
+def test_a_change_in_place_is_counted_in_a_tensor_of_inference():
+    with torch.inference_mode():
+        x, residual = torch.randn(2, 3, 8)
+    ops.add_rmsnorm(x, residual, torch.ones(8))  # has no count to raise
+
+
+def test_a_backward_of_what_an_op_changed_is_an_error():
+    residual, weight = torch.randn(3, 8), torch.ones(8, requires_grad=True)
+    product = residual * weight
+    ops.add_rmsnorm(torch.randn(3, 8), residual, torch.ones(8))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_a_compiled_change_in_place_is_known():
+    residual, weight = torch.randn(3, 8), torch.ones(8)
+    compiled = torch.compile(ops.add_rmsnorm, fullgraph=True, backend="aot_eager")
+    before = residual._version
+    compiled(torch.randn(3, 8), residual, weight)
+    assert residual._version > before

@@ -81,7 +81,7 @@ def attend(
         )
     table, positions = rotation(*position_embeddings, batch)
     if torch.is_grad_enabled():  # a backward is refused at the products already
-        q, k = q.detach(), k.detach()
+        q, k, v = q.detach(), k.detach(), v.detach()
     ops.rope(q, k, positions, table)
     query, key, value = (t.view(batch, length, t.shape[1], -1).transpose(1, 2) for t in (q, k, v))
     if past_key_values is not None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ridgeline._debug import check_ids
 from ridgeline.ops._fake import register_fake
-from ridgeline.ops._gradient import refuse_in_place
+from ridgeline.ops._gradient import changed_in_place, refuse_in_place
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -37,6 +37,7 @@ def rope(
     check_ids("positions", positions, lambda: cos_sin.shape[0])
     refuse_in_place("rope", q, k)
     _ops.rope(q, k, positions, cos_sin, interleaved)
+    changed_in_place(q, k)
 
 
 def write_kv(
@@ -70,6 +71,7 @@ def write_kv(
     check_ids("slots", slots, lambda: k_cache.shape[0] * k_cache.shape[1])
     refuse_in_place("write_kv", k, v)
     _ops.write_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale)
+    changed_in_place(k_cache, v_cache, k_scale, v_scale)
 
 
 def rope_write_kv(
@@ -121,6 +123,7 @@ def rope_write_kv(
         interleaved,
         weights_ready,
     )
+    changed_in_place(q, k_cache, v_cache, k_scale, v_scale)
 
 
 def copy_blocks(
@@ -146,6 +149,7 @@ def copy_blocks(
     """
     check_ids("pairs", pairs, lambda: k_cache.shape[0])
     _ops.copy_blocks(k_cache, v_cache, pairs, k_scale, v_scale)
+    changed_in_place(k_cache, v_cache, k_scale, v_scale)
 
 
 @register_fake("rope")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops._fake import register_fake
-from ridgeline.ops._gradient import inference_only, refuse_in_place
+from ridgeline.ops._gradient import changed_in_place, inference_only, refuse_in_place
 from ridgeline.ops._out_quant import OutQuant, quantised_like, written
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
@@ -129,8 +129,10 @@ def add_rmsnorm(
     refuse_in_place("add_rmsnorm", residual)
     if out_quant is None:
         out = _ops.add_rmsnorm(x, residual, weight, eps, offset, weights_ready)
+        changed_in_place(residual)
         return inference_only(out, "add_rmsnorm", x, weight)
     y, scale = _ops.add_rmsnorm_quant(x, residual, weight, eps, offset, out_quant, weights_ready)
+    changed_in_place(residual)
     inputs = "add_rmsnorm", x, weight
     return inference_only(y, *inputs), inference_only(scale, *inputs)
 

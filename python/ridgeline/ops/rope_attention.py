@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ridgeline._debug import check_ids
 from ridgeline.ops._fake import register_fake
-from ridgeline.ops._gradient import refuse_in_place
+from ridgeline.ops._gradient import changed_in_place, refuse_in_place
 from ridgeline.ops.attention import _packed, _result, _scale, _window
 from ridgeline.roofline.cost import Cost, cost_of, nbytes, op_cost
 
@@ -80,6 +80,7 @@ def rope_paged_attention(
         cu_q, max_q or 0, k_scale, v_scale, sinks, _scale(scale, q), _window(window), softcap,
         shared_blocks, batch_invariant, workspace, counters, weights_ready,
     )  # fmt: skip
+    changed_in_place(q, k_cache, v_cache, k_scale, v_scale)
     return _result("rope_paged_attention", out, lse, return_lse, q)
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ridgeline._debug import check_ids
 from ridgeline.ops._fake import register_fake
+from ridgeline.ops._gradient import changed_in_place
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -96,6 +97,7 @@ def sample(
         mask,
         last_tokens,
     )
+    changed_in_place(last_tokens)
     return (tokens, *_ops.top_logprobs(logits, tokens, logprobs)) if logprobs else tokens
 
 
