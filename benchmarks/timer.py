@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from cold_read import read_us
 from ridgeline.roofline import Cost
 from ridgeline.roofline.machine import Roofs, device_name, measure_roofs
 from ridgeline.roofline.timing import Timing, time_calls
@@ -72,6 +73,8 @@ class Bench:
         chained: bool | None = None,
         reads_only: bool = False,
         launches: int = 20,
+        touched: int | None = None,
+        least_sets: int = 2,
     ) -> list[Timing]:
         """Times calls on the same inputs by turns, and keeps a row of each.
 
@@ -81,13 +84,18 @@ class Bench:
             cost: bytes and flops that any implementation must spend.
             fields: the shape and dtype, as plain fields of the row.
             chained: true under programmatic dependent launch; None: as our ops are launched.
-            reads_only: the floor is that of the read roof instead of the copy roof.
+            reads_only: the floor is that of the read roof instead of the copy roof; on a GPU the
+                row has the time of a cold read of as many bytes, too.
+            launches, touched, least_sets: as of :func:`ridgeline.roofline.timing.time_calls`.
         """
         replays = 5 if self.quick else 15
         timings = time_calls(
-            make, list(calls.values()), launches=launches, replays=replays, device=self.device
-        )
+            make, list(calls.values()), launches=launches, replays=replays, device=self.device,
+            touched=touched, least_sets=least_sets,
+        )  # fmt: skip
         floor = self.roofs.floor_us(cost, reads_only=reads_only)
+        reads = reads_only and self.device != "cpu"
+        cold_read = {"read_us": round(read_us(self.device, cost.bytes), 3)} if reads else {}
         for impl, timing in zip(calls, timings, strict=True):
             ours = self.device != "cpu" and impl == "ridgeline"
             row = {
@@ -102,6 +110,7 @@ class Bench:
                 "bytes": cost.bytes,
                 "flops": cost.flops,
                 "floor_us": round(floor, 3),
+                **cold_read,
                 "share": round(floor / timing.us, 4),
                 "bound": self.roofs.bound(cost, reads_only=reads_only),
                 **self.machine(),
@@ -132,7 +141,7 @@ class Bench:
 
 NOT_SHAPE = {
     "bench", "impl", "chained", "us", "us_p10", "us_p90", "cold", "bytes", "flops", "floor_us",
-    "share", "bound", "machine", "torch", "cuda", "python", "commit", "date", "run",
+    "read_us", "share", "bound", "machine", "torch", "cuda", "python", "commit", "date", "run",
 }  # fmt: skip
 
 
@@ -144,9 +153,10 @@ def _line(row: dict[str, Any]) -> str:
     if row.get("bytes") and row["us"]:
         rates = (row[quantity] / row["us"] / 1e6 for quantity in ("bytes", "flops"))
         speed = "{:6.2f} TB/s {:7.1f} TF".format(*rates)
+    read = f" {row['us'] / row['read_us']:5.2f} x read" if "read_us" in row else ""
     return (
         f"{row['bench']:<16} {row['impl']:<14} {shape:<48} {row['us']:>10.2f} us {speed} "
-        f"{100 * row.get('share', 0):5.1f}% {row.get('bound', '')}"
+        f"{100 * row.get('share', 0):5.1f}% {row.get('bound', '')}{read}"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_COLD_BYTES = 256 << 20  # more than four times the largest L2: a buffer is evicted before its turn
+COLD_BYTES = 256 << 20  # more than four times the largest L2: a buffer is evicted before its turn
 _MOST_SETS = 64
 _WARM_SECONDS = 0.02  # of untimed replays: about so long the clock of an idle GPU rises
 
@@ -40,14 +40,14 @@ def _set_bytes(inputs: Sequence[Any]) -> int:
 
 
 def input_sets(
-    make: Callable[[], Sequence[Any]], touched: int | None = None
+    make: Callable[[], Sequence[Any]], touched: int | None = None, least: int = 2
 ) -> tuple[list[Sequence[Any]], bool]:
     """Input sets to rotate through, and whether what calls touch of them exceeds the caches."""
     sets = [make()]
     size = max(1, _set_bytes(sets[0]))
-    count = max(2, min(_MOST_SETS, -(-_COLD_BYTES // size)))
+    count = max(least, min(_MOST_SETS, -(-COLD_BYTES // size)))
     sets += [make() for _ in range(count - 1)]
-    return sets, count * (size if touched is None else min(size, touched)) >= _COLD_BYTES
+    return sets, count * (size if touched is None else min(size, touched)) >= COLD_BYTES
 
 
 def time_call(
@@ -73,6 +73,7 @@ def time_calls(
     replays: int = 15,
     device: str | torch.device = "cuda",
     touched: int | None = None,
+    least_sets: int = 2,
 ) -> list[Timing]:
     """Times each ``call(*make())``, by turns: a clock that falls while it measures falls for all.
 
@@ -83,8 +84,9 @@ def time_calls(
         replays: timed replays after untimed ones; CPU: timed calls.
         device: "cuda" times by events around graph replays, "cpu" by the wall clock.
         touched: bytes of its inputs that a call reads or writes; None: all.
+        least_sets: input sets at the least, for sets that touch parts of the same tensors.
     """
-    sets, cold = input_sets(make, touched)
+    sets, cold = input_sets(make, touched, least_sets)
     if torch.device(device).type == "cpu":
         return [_summary(_cpu_samples(sets, call, replays), cold) for call in calls]
     samples = _graph_samples(sets, calls, max(launches, len(sets)), replays)
