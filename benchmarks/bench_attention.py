@@ -70,21 +70,22 @@ def prefill(bench: Bench, dim: int, length: int, causal: bool) -> None:
     bench.compare(op="attention", calls=calls, make=make, cost=cost, fields=fields)
 
 
-def packed(bench: Bench, lengths: list[int], name: str) -> None:
-    """Causal prefill of sequences side by side, grouped heads."""
-    ends = torch.tensor([0, *lengths]).cumsum(0).int().to(bench.device)
-    total, longest = sum(lengths), max(lengths)
+def packed(bench: Bench, lengths: list[int], name: str, before: int = 0) -> None:
+    """Causal prefill of sequences side by side, grouped heads, `before` keys ahead of each."""
+    keys = [length + before for length in lengths]
+    ends = [torch.tensor([0, *n]).cumsum(0).int().to(bench.device) for n in (lengths, keys)]
+    longest = [max(lengths), max(keys)]
 
     def make() -> list[Tensor]:
-        shapes = [(total, HEADS, DIM)] + [(total, KV_HEADS, DIM)] * 2
+        shapes = [(sum(lengths), HEADS, DIM)] + [(sum(keys), KV_HEADS, DIM)] * 2
         return [torch.randn(s, device=bench.device, dtype=torch.bfloat16) for s in shapes]
 
-    fields = {"dtype": "bfloat16", "B": len(lengths), "Sq": longest, "Sk": longest, "Hq": HEADS,
-              "Hkv": KV_HEADS, "D": DIM, "causal": True, "lengths": name}  # fmt: skip
+    fields = {"dtype": "bfloat16", "B": len(lengths), "Sq": longest[0], "Sk": longest[1],
+              "Hq": HEADS, "Hkv": KV_HEADS, "D": DIM, "causal": True, "lengths": name}  # fmt: skip
     bench.measure(
         op="attention_varlen", impl="ridgeline", make=make, fields=fields,
-        call=lambda q, k, v: ops.attention_varlen(q, k, v, ends, ends, longest, longest),
-        cost=op_cost("attention_varlen", *make(), ends, ends, longest, longest),
+        call=lambda q, k, v: ops.attention_varlen(q, k, v, *ends, *longest),
+        cost=op_cost("attention_varlen", *make(), *ends, *longest),
     )  # fmt: skip
 
 
@@ -163,6 +164,7 @@ SHAPES = [
     Shape(32, 4096, block=16),
     Shape(32, 4096, block=128),
     Shape(32, 4096, window=1024),
+    Shape(1, 4096, 2048),
     Shape(1, 4096, 4096),
     Shape(1, 4096, 4096, block=16),
     Shape(8, 4096, 5),
@@ -235,13 +237,8 @@ def fresh(bench: Bench, length: int) -> None:
     )  # fmt: skip
 
 
-def mixed_call(bench: Bench, chunks: int, decodes: int) -> None:
-    """Chunks of 2048 queries and decodes, all at 4096 keys, in one call, and each alone."""
-    for parts in ([2048] * chunks + [1] * decodes, [2048] * chunks, [1] * decodes):
-        mixed_parts(bench, parts)
-
-
-def mixed_parts(bench: Bench, parts: list[int]) -> None:
+def mixed_call(bench: Bench, parts: list[int]) -> None:
+    """Chunks of 2048 queries and decodes, all at 4096 keys, in one call."""
     shape = Shape(len(parts), 4096)
 
     def make() -> list[Tensor]:
@@ -325,12 +322,15 @@ def main() -> None:
     for batch, length in [(1, 1024)] if bench.device == "cpu" else DECODE:
         paged(bench, Shape(batch, length))
         if bench.device != "cpu":
-            paged(bench, Shape(batch, length, kv=torch.float8_e4m3fn))
+            for kv in (torch.float8_e4m3fn, torch.int8):
+                paged(bench, Shape(batch, length, kv=kv))
     if bench.device != "cpu":
         for shape in SHAPES:
             paged(bench, shape)
-        mixed_call(bench, 2, 64)
+        for chunks, decodes in ((2, 64), (2, 0), (0, 64)):  # together, and each alone
+            mixed_call(bench, [2048] * chunks + [1] * decodes)
         packed(bench, [4096], "one")
+        packed(bench, [2048], "one", before=2048)
         packed(bench, [2048] * 16, "uniform")
         packed(bench, mixed_lengths(2 * TOKENS), "mixed")
     for length in [1024] if bench.device == "cpu" else [160, 1024, 4096, 16384]:
