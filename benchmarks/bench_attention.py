@@ -139,6 +139,9 @@ class Cache:
         if kv != dtype:
             scale = torch.full(self.k.shape[:3], 0.5, dtype=torch.bfloat16, device=device)
             self.scales = [scale, scale.clone()]
+        if kv == torch.float8_e4m3fn and q_len > 1:  # queries are fp8, too
+            self.scales.append(torch.full(self.q.shape[:2], 0.5, device=device))
+            self.q = self.q.to(kv)
 
     def inputs(self) -> list[Tensor]:
         return [self.q, self.k, self.v, self.tables, self.lengths, self.cu_q, *self.scales]
@@ -153,7 +156,8 @@ class Cache:
 
 
 # What the decode kernel meets beside 32/8 heads of 128 in blocks of 64: MHA, more and fewer rows a
-# KV head, other heads and blocks, a window; then a prompt, whole and in small blocks, and a draft.
+# KV head, other heads and blocks, a window; prompts, whole, in small blocks, of fp8 queries;
+# a draft.
 SHAPES = [
     Shape(32, 4096, kv_heads=32),
     Shape(32, 4096, heads=64),
@@ -167,6 +171,7 @@ SHAPES = [
     Shape(1, 4096, 2048),
     Shape(1, 4096, 4096),
     Shape(1, 4096, 4096, block=16),
+    *(Shape(TOKENS // n, n, n, kv=torch.float8_e4m3fn) for n in (16384, 4096, 1024)),
     Shape(8, 4096, 5),
 ]
 
@@ -181,12 +186,12 @@ def paged(bench: Bench, shape: Shape) -> None:
 
     def call(
         q: Tensor, k: Tensor, v: Tensor, tables: Tensor, lengths: Tensor, cu_q: Tensor,
-        k_scale: Tensor | None = None, v_scale: Tensor | None = None,
+        k_scale: Tensor | None = None, v_scale: Tensor | None = None, q_scale: Tensor | None = None,
     ) -> Any:  # fmt: skip
         offsets = None if shape.q_len == 1 else cu_q
         return ops.paged_attention(
             q, k, v, tables, lengths, offsets, max_q=shape.q_len, k_scale=k_scale, v_scale=v_scale,
-            window=window, counters=counters,
+            q_scale=q_scale, window=window, counters=counters,
         )  # fmt: skip
 
     sample = Cache(bench.device, shape)
@@ -199,8 +204,8 @@ def paged(bench: Bench, shape: Shape) -> None:
         op="paged_attention", impl="ridgeline", call=call, cost=cost, fields=sample.fields(),
         make=lambda: Cache(bench.device, shape).inputs(), reads_only=True,
     )  # fmt: skip
-    if shape == Shape(shape.batch, shape.length):
-        contiguous_decode(bench, shape.batch, shape.length, cost, sample.fields())
+    if shape == Shape(shape.batch, shape.length) or sample.q.dtype == torch.float8_e4m3fn:
+        contiguous(bench, shape, sample.fields())
 
 
 def fresh(bench: Bench, length: int) -> None:
@@ -257,20 +262,22 @@ def mixed_call(bench: Bench, parts: list[int]) -> None:
     )  # fmt: skip
 
 
-def contiguous_decode(
-    bench: Bench, batch: int, length: int, cost: Any, fields: dict[str, Any]
-) -> None:
-    """cuDNN over contiguous keys, the nearest public baseline inside PyTorch."""
+def contiguous(bench: Bench, shape: Shape, fields: dict[str, Any]) -> None:
+    """cuDNN over contiguous keys in bf16, the nearest public baseline inside PyTorch."""
     if bench.device == "cpu":
         return
 
     def make() -> list[Tensor]:
-        shapes = [(batch, 1, HEADS, DIM)] + [(batch, length, KV_HEADS, DIM)] * 2
+        keys = (shape.batch, shape.length, KV_HEADS, DIM)
+        shapes = [(shape.batch, shape.q_len, HEADS, DIM), keys, keys]
         return [torch.randn(s, device=bench.device, dtype=torch.bfloat16) for s in shapes]
 
+    causal = shape.q_len > 1
     measure(
-        bench, "cudnn", "paged_attention", make=make, cost=cost, fields={**fields, "block": 0},
-        call=sdpa(SDPBackend.CUDNN_ATTENTION, False), reads_only=True,
+        bench, "cudnn", "paged_attention", make=make, reads_only=True,
+        fields={**fields, "block": 0, "dtype": "bfloat16", "kv_dtype": "bfloat16"},
+        call=sdpa(SDPBackend.CUDNN_ATTENTION, causal),
+        cost=op_cost("attention", *make(), causal=causal),
     )  # fmt: skip
 
 
