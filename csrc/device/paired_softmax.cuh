@@ -10,7 +10,8 @@ namespace ridgeline::device {
 struct PairedSoftmax {
   static constexpr float kSlack = 8.0f, kBelow = 6.0f;
   static constexpr float kUnseen = -65504.0f;  // not -inf, which less itself is NaN
-  float base[2] = {kUnseen, kUnseen};
+  // Less the base of a row, in both halves: what a weight's exponent begins from.
+  __half2 from[2] = {__float2half2_rn(-kUnseen), __float2half2_rn(-kUnseen)};
   float sum[2] = {};  // of this thread's columns alone
 
   /// The scores of one step are seen; times `unit` they are in units of log2. Most steps raise no
@@ -27,8 +28,7 @@ struct PairedSoftmax {
     bool fits = true;  // NaN does not, nor what a row sees first
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      fits &= __hble2(__hfma2(rows[r], unit[r], __float2half2_rn(-base[r])),
-                      __float2half2_rn(kSlack));
+      fits &= __hble2(__hfma2(rows[r], unit[r], from[r]), __float2half2_rn(kSlack));
     if (!any_lane(!fits)) return false;
     const __half2 both = warp_reduce<LargerOfPairs, kQuad>(
         __hmax2(__lows2half2(rows[0], rows[1]), __highs2half2(rows[0], rows[1])));
@@ -36,10 +36,11 @@ struct PairedSoftmax {
     for (int r = 0; r < 2; ++r) {
       const float score = r == 0 ? __low2float(both) : __high2float(both);
       const float largest = score * __low2float(unit[r]);
-      const bool grows = largest > base[r] + kSlack;
-      const float raised = __half2float(__float2half_rn(largest - kBelow));
-      keep[r] = grows ? ptx::exp2_approx(base[r] - raised) : 1.0f;
-      base[r] = grows ? raised : base[r];
+      const float base = -__low2float(from[r]);
+      const bool grows = largest > base + kSlack;
+      const __half2 raised = __float2half2_rn(kBelow - largest);
+      keep[r] = grows ? ptx::exp2_approx(base + __low2float(raised)) : 1.0f;
+      from[r] = grows ? raised : from[r];
     }
 #pragma unroll
     for (int r = 0; r < 2; ++r) sum[r] *= keep[r];
@@ -50,7 +51,6 @@ struct PairedSoftmax {
   template <int kFirst, int kLast, int kTiles>
   __device__ __forceinline__ void weigh(__half2 (&scores)[kTiles][2],
                                         const __half2 (&unit)[2]) const {
-    const __half2 from[2] = {__float2half2_rn(-base[0]), __float2half2_rn(-base[1])};
 #pragma unroll
     for (int i = kFirst; i < kLast; ++i)
 #pragma unroll
@@ -88,7 +88,7 @@ struct PairedSoftmax {
   }
 
   __device__ __forceinline__ RowEnd end(int r, float sink) const {
-    return quick_end_of_row(base[r], sum[r], sink);
+    return quick_end_of_row(-__low2float(from[r]), sum[r], sink);
   }
 };
 

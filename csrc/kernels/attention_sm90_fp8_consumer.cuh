@@ -229,10 +229,11 @@ struct Fp8Consumer {
     await_turn();
     ptx::hold_registers(scores);
     softmax.weigh<0, 8>(pairs(), factor);
-    const std::uint32_t done = softmax.add<0, 8>(pairs());
+    // Not later: when these are added the others are on their way, behind which the next
+    // warpgroup's come. H200, causal, 16k keys: 813 TFLOP/s after three quarters, 821 so.
+    pass_turn(softmax.add<0, 8>(pairs()));
     softmax.weigh<8, 12>(pairs(), factor);
-    // Not later: the last quarter is on its way when the next warpgroup's first exponentials come.
-    pass_turn(done | softmax.add<8, 12>(pairs()));
+    softmax.add<8, 12>(pairs());
     softmax.weigh<12, 16>(pairs(), factor);
     softmax.add<12, 16>(pairs());
     round_weights<0>();
@@ -325,8 +326,10 @@ struct Fp8Consumer {
         if (skips) begin_sight(false);  // not sooner: ring and turned slots may be full
         // Once too often: under a condition, the compiler would have the values wait for them.
         issue_scores(keys);
-        values_have_come =
-            ptx::mbarrier_test(&shared.turned_full[turned.slot], turned.parity);
+        // Here, since ptxas puts additions between the products, but not over a branch. H200,
+        // causal, 16k keys: 804 and 813 TFLOP/s.
+        if (more) ptx::mbarrier_wait(&shared.turned_full[turned.slot], turned.parity);
+        values_have_come = true;
         add_parts<1>();
       }
       store(work);
