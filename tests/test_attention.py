@@ -425,6 +425,21 @@ def test_many_keys_a_block_equal_each_alone() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("batch", [2, 4, 8])  # all cut in two or more, and so few that SMs idle
+def test_few_short_sequences_equal_each_alone(batch: int, dim: int) -> None:
+    """From 257 to 512 keys: more than one item each, beside sequences that are one."""
+    lengths = [512, 257, 385, 320, 256, 511, 64, 448][:batch]
+    paged = Paged("cuda", lengths, 64, math.nan, dim, kv_heads=8)
+    q = normal("cuda", batch, 32, dim)
+    counters = torch.zeros(8 * batch + 2, dtype=torch.int32, device="cuda")
+    out, lse = paged.run(q, counters=counters)
+    assert not counters.any()
+    assert same((out, lse), paged.run(q)), "joined by a kernel of its own"
+    paged.check(q, list(range(batch + 1)), (out, lse))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_shared_keys_are_the_same_keys(q_len: int) -> None:
     """Read once or by each sequence: the same up to rounding; alone with one neighbour or many, and
