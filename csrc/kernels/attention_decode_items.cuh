@@ -48,9 +48,9 @@ __device__ __forceinline__ void count_splits(Cut& cut) {
 }
 
 /// A short sequence is one item, for few leaves are not worth what joining takes: one of more than
-/// kFewLeaves keys, where a block's share is at most kSparseKeys, is items of kSparseItem. H200, us:
-/// 4 sequences of 512 keys 13.0, so 9.4; 8 13.1 and 11.2; of 384 11.0 and 10.0; but if all are, 8 of
-/// 256 8.7 and 9.3, 16 of 384 12.0 and 15.6.
+/// kFewLeaves keys, where a block's share is at most kSparseKeys, is items of kSparseItem. H200,
+/// us: 4 sequences of 512 keys 13.0, so 9.5; 8 13.1 and 11.2; of 384 11.0 and 10.0; but if all are,
+/// 8 of 256 8.7 and 9.3, 16 of 384 12.0 and 15.6.
 constexpr int kFewLeaves = 256, kSparseKeys = 160, kSparseItem = 128;
 
 /// limit: keys of the largest item that is wanted.
@@ -95,10 +95,11 @@ __device__ __forceinline__ int item_limit(const Launch& launch, int load) {
 }
 
 /// Where a block's share is more keys than this, items are smaller, and smaller yet those of the
-/// last eighth of the sequences. They are dealt as blocks become free, for some SMs get an eighth
-/// more of the memory's bandwidth than others: with an item a block, these end early. H200, 32
-/// sequences of 8k keys: 257 us, and 252 so; 128 of 4k: 519 and 505; 32 of 200 to 8200: 159 and
-/// 144. Not of 8-bit caches, whose bytes cost more to expand than to read: 141 us, and 149 so.
+/// last sixteenth of the sequences. They are dealt as blocks become free, for some SMs get an
+/// eighth more of the memory's bandwidth than others: with an item a block, these end early. H200,
+/// 32 sequences of 8k keys: 257 us, and 252 so; 128 of 4k: 519 and 505; 32 of 200 to 8200: 159 and
+/// 144. With the last eighth, and so: 32 of 4k 129.2 and 128.2, 16 of 16k 244.9 and 243.2. Not of
+/// 8-bit caches, whose bytes cost more to expand than to read: 141 us, and 149 so.
 constexpr int kShareKeys = 2048, kDealtKeys = 1024, kLastKeys = 512;
 
 template <class Tile>
@@ -182,7 +183,7 @@ struct Plan {
     begins_alike = cuts_finer && begin_alike(first_block());
     if (cuts_finer && !begins_alike) {
       limit = kDealtKeys;
-      finer_from -= ceil_div(launch.sequences, 8);
+      finer_from -= ceil_div(launch.sequences, 16);
     }
     grow<Tile>(cut, limit_of(lane));
   }
