@@ -148,7 +148,7 @@ Plan plan_of(const GemmParams& p) {
                     .weight_aligned = weight_aligned(p),
                     .whole_vectors = has_whole_vectors(p),
                     .byte_x = p.weight.format == WeightFormat::kInt8 ||
-                              (int4_takes_fp8(p) && p.M > gemm_config::kFewRows) ||
+                              int4_takes_fp8(p) ||
                               (p.x.dtype == DType::kFloat8E4M3 && !p.x.perm &&
                                p.weight.format == WeightFormat::kFp8 && parts_have_scales(p) &&
                                rows_aligned(p.x.data, p.M, p.x.stride_row)),

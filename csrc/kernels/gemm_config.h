@@ -114,32 +114,51 @@ constexpr std::int32_t blocks_per_sm(std::int32_t tiles, std::int32_t segments) 
   return std::max(2, ceil_div(2 * tiles, kSmallClusters[segments - 1]));
 }
 
-/// Tile and segments of K of the cluster kernel: those whose fullest SM has the least to do. A
-/// stage of 128 columns costs a block the rows of its tile and as much as 40 more, a further
-/// segment half a stage, or six where stages are as fast as fp8 by fp8; a block that expands int4
-/// alone on its SM hides less. Of 56 cases on an H200 (int4, fp8 by fp8, bf16, 16 to 64 rows, eight
-/// shapes) the choice is 1% from the best on average, 10% at most. Clusters of up to six blocks,
-/// since of seven 32 do not always run at once, and 640 columns a block at least. The warpgroups of
-/// a tile of 64 rows take stages by turns, an order of K of their own: not where bits may not
-/// depend on M.
+/// What a stage of 128 columns costs a block of the cluster kernel, in weight rows and stages.
+struct ClusterCosts {
+  std::int32_t rows;  // besides those of its tile
+  std::int32_t ends;  // stages that its start and its end take
+  double further;     // and a further segment
+  double alone;       // a block that has an SM hides less
+};
+
+constexpr ClusterCosts cluster_costs(const Shape& shape) {
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  if (shape.format == WeightFormat::kDense)
+    return {.rows = 40, .ends = 0, .further = 0.5, .alone = 1.0};
+  ClusterCosts costs{.rows = 50, .ends = 12, .further = 1.0, .alone = 1.5};
+  if (shape.byte_x && !int4) {
+    costs.further = 4.0, costs.alone = 1.4;
+  } else if (shape.byte_x || (!int4 && shape.M <= kFewRows / 2)) {
+    costs.further = 2.0;
+  } else if (shape.M > kFewRows / 2) {
+    costs.alone = 1.2;  // weights are scaled then, not sums
+  }
+  return costs;
+}
+
+/// Tile and segments of K of the cluster kernel: those whose fullest SM has the least to do. Of 140
+/// cases on an H200 (int4 and fp8, by 16 bits and by fp8, 16 to 64 rows, 14 shapes, each by all
+/// tiles and segments that there are) the choice is 1.2% from the best on average, 15% at most; of
+/// 14 of bf16 3%. Clusters of up to six blocks, since of seven 32 do not always run at once, and
+/// 640 columns a block at least. The warpgroups of a tile of 64 rows take stages by turns, an order
+/// of K of their own: not where bits may not depend on M.
 constexpr void cut_for_cluster(const Shape& shape, Config& config) {
   constexpr std::int32_t kColumns = 640, kMost = 6;
-  const bool int4 = shape.format == WeightFormat::kInt4;
   const bool gated = is_gated(shape.activation);
   const std::int32_t stages = ceil_div(shape.K, 2 * kBlockCols);
-  const double further = shape.byte_x ? 6.0 : 0.5;
+  const ClusterCosts costs = cluster_costs(shape);
   double best = 0.0;
   for (const std::int32_t rows : {kGroupRows, 2 * kGroupRows - kStripRows, 2 * kGroupRows}) {
     const std::int32_t box = gated ? rows / 2 : rows;
-    if (int4 && box % kStripRows != 0) continue;
+    if (shape.format == WeightFormat::kInt4 && box % kStripRows != 0) continue;
     if (shape.batch_invariant && rows == kGroupRows) continue;
     const std::int32_t tiles = ceil_div(gated ? shape.N / 2 : shape.N, box);
     for (std::int32_t segments = 1; segments <= kMost; ++segments) {
       const std::int32_t blocks = blocks_per_sm(tiles, segments);
       if (segments > 1 && (blocks > 2 || segments * kColumns > shape.K)) break;
-      const double alone = blocks == 1 && int4 ? 1.1 : 1.0;
-      const double time =
-          alone * blocks * (rows + 40) * (ceil_div(stages, segments) + further * (segments - 1));
+      const double each = ceil_div(stages, segments) + costs.further * (segments - 1) + costs.ends;
+      const double time = (blocks == 1 ? costs.alone : 1.0) * blocks * (rows + costs.rows) * each;
       if (best != 0.0 && time >= best) continue;
       best = time;
       config.tile_cols = rows;
