@@ -271,12 +271,16 @@ def plan(
         (9, {"hopper": True, "library": False}, "cluster"),
         (1, {"hopper": True, "format": "int4"}, "once"),
         (1, {"hopper": True, "format": "int4", "chained": True}, "digits"),
-        (2, {"hopper": True, "format": "int4"}, "digits"),
-        (4, {"hopper": True, "format": "int4"}, "digits"),
-        (5, {"hopper": True, "format": "int4"}, "cluster"),
+        (8, {"hopper": True, "format": "int4"}, "once"),
+        (12, {"hopper": True, "format": "int4"}, "once"),
+        (12, {"hopper": True, "format": "int4", "norm": True}, "once"),
+        (12, {"hopper": True, "format": "int4", "chained": True}, "cluster"),
+        (13, {"hopper": True, "format": "int4"}, "cluster"),
+        (9, {"hopper": True, "format": "int4_fp8"}, "cluster"),
+        (4, {"hopper": True, "format": "int4", "chained": True}, "digits"),
         (8, {"hopper": True, "format": "int4", "chained": True}, "digits"),
-        (8, {"hopper": True, "format": "int4", "norm": True}, "digits"),
-        (9, {"hopper": True, "format": "int4"}, "cluster"),
+        (8, {"hopper": True, "format": "int4", "norm": True, "chained": True}, "digits"),
+        (8, {"hopper": True, "format": "int4", "activation": "silu_mul"}, "cluster"),
         (1, {"hopper": True, "format": "fp8"}, "once"),
         (4, {"hopper": True, "format": "fp8"}, "strips"),
         (5, {"hopper": True, "format": "fp8", "chained": True}, "cluster"),
@@ -345,6 +349,8 @@ def test_gated_products_of_few_rows_are_fused() -> None:
 )
 def test_one_row_of_a_weight_that_registers_hold(N: int, K: int, format: str, path: str) -> None:
     assert plan(1, N, K, hopper=True, format=format)["path"] == path
+    if format == "int4":
+        assert plan(4, N, K, hopper=True, format=format)["path"] == path
 
 
 @pytest.mark.gpu
@@ -436,6 +442,28 @@ def test_a_cluster_fills_the_machine(N: int, K: int, format: str, tile: tuple[in
 @pytest.mark.parametrize(
     ("M", "N", "K", "format", "tile"),
     [
+        (32, 4096, 14336, "int4", (112, 6)),
+        (33, 4096, 14336, "int4", (64, 2)),
+        (32, 6144, 4096, "int4", (64, 2)),
+        (33, 6144, 4096, "int4", (112, 2)),
+        (32, 4096, 14336, "int4_fp8", (64, 2)),
+        (64, 6144, 4096, "int4_fp8", (64, 2)),
+        (32, 8192, 28672, "fp8", (64, 2)),
+        (33, 8192, 28672, "fp8", (128, 2)),
+        (32, 3584, 18944, "fp8_fp8", (64, 4)),
+        (32, 8192, 8192, "dense", (128, 2)),
+    ],
+)
+def test_tiles_of_a_cluster_by_rows(
+    M: int, N: int, K: int, format: str, tile: tuple[int, int]
+) -> None:
+    chosen = plan(M, N, K, hopper=True, format=format, library=False)
+    assert tuple(int(chosen[name]) for name in ("tile_cols", "segments")) == tile
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "format", "tile"),
+    [
         (128, 4096, 4096, "fp8_fp8", (128, 128, 3)),
         (128, 4096, 14336, "fp8", (128, 128, 4)),
         (128, 6144, 4096, "fp8", (128, 128, 2)),
@@ -456,28 +484,6 @@ def test_tiles_fill_the_machine(
 ) -> None:
     chosen = plan(M, N, K, hopper=True, format=format)
     assert tuple(int(chosen[name]) for name in ("tile_rows", "tile_cols", "segments")) == tile
-@pytest.mark.parametrize(
-    ("M", "N", "K", "format", "tile"),
-    [
-        (32, 4096, 14336, "int4", (112, 6)),
-        (33, 4096, 14336, "int4", (64, 2)),
-        (32, 6144, 4096, "int4", (64, 2)),
-        (33, 6144, 4096, "int4", (112, 2)),
-        (32, 4096, 14336, "int4_fp8", (64, 2)),
-        (64, 6144, 4096, "int4_fp8", (64, 2)),
-        (32, 8192, 28672, "fp8", (64, 2)),
-        (33, 8192, 28672, "fp8", (128, 2)),
-        (32, 3584, 18944, "fp8_fp8", (64, 4)),
-        (32, 8192, 8192, "dense", (128, 2)),
-    ],
-)
-def test_tiles_of_a_cluster_by_rows(
-    M: int, N: int, K: int, format: str, tile: tuple[int, int]
-) -> None:
-    chosen = plan(M, N, K, hopper=True, format=format, library=False)
-    assert tuple(int(chosen[name]) for name in ("tile_cols", "segments")) == tile
-
-
 
 
 def test_small_grids_are_split_and_large_ones_are_not() -> None:

@@ -238,7 +238,8 @@ void gemm(const GemmParams& params, Stream stream) {
     case Path::kDigits:
       return gemm_detail::launch_digits(p, stream);
     case Path::kOnce:
-      return gemm_detail::launch_once(p, stream);
+      return p.M == 1 ? gemm_detail::launch_once(p, stream)
+                      : gemm_detail::launch_once_rows(p, stream);
     case Path::kCluster:
       return gemm_detail::launch_cluster(p, plan.config, stream);
     case Path::kStream:

@@ -79,18 +79,24 @@ constexpr bool is_for_digits(const Shape& shape) {
          digits_bytes(shape) <= 2 * kShareOfSm;
 }
 
-/// One row of a weight that the registers of all SMs hold, of 4 bits three strips an SM, of 8 two.
-/// Not chained: its blocks leave no registers to those of the next kernel. H200, us alone, strips
-/// or digits and so: int4 4096 x 4096 5.0 and 4.2, 4096 x 6144 6.3 and 5.5, 1024 x 4096 3.6 and
-/// 2.3; fp8 by bf16 7.0 and 6.5, 1024 x 4096 3.8 and 2.8, but 4096 x 2048, a strip an SM, 4.5 and
-/// 4.9. Chained, a layer of 8B products in int4: 39 and 46.
+/// A weight that the registers of all SMs hold: of 4 bits three strips an SM, by up to kOnceRows
+/// rows, of 8 bits two, by one. Not chained: its blocks leave no registers to those of the next
+/// kernel. H200, us alone, strips or digits and so: int4 4096 x 4096 5.0 and 4.2, 4096 x 6144 6.3
+/// and 5.5, 1024 x 4096 3.6 and 2.3; fp8 by bf16 7.0 and 6.5, 1024 x 4096 3.8 and 2.8, but 4096 x
+/// 2048, a strip an SM, 4.5 and 4.9. Chained, a layer of 8B products in int4: 39 and 46.
+/// Rows of int4 cost it the staging of their bytes: up to 8, and up to 16 of few columns by a
+/// weight of two strips an SM. H200, us alone, digits or cluster and so: 2, 4, 8 rows of 4096 x
+/// 4096 5.9, 5.9, 6.1 and 4.9, 4.9, 5.1; of 4096 x 6144 7.1, 7.0, 8.4 and 6.7, 6.7, 6.9; 12 and 16
+/// of 4096 x 4096 6.2, 6.2 and 6.3, 6.5, of 3072 x 3072 5.3, 5.3 and 4.6, 4.8.
 constexpr bool is_for_once(const Shape& shape) {
   const bool int4 = shape.format == WeightFormat::kInt4;
   const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
-  if (shape.M != 1 || shape.K > kOnceMostCols || shape.chained || shape.makes_codes ||
-      is_gated(shape.activation))
+  if (shape.M > (int4 ? kOnceRows : 1) || shape.K > kOnceMostCols || shape.chained ||
+      shape.makes_codes || is_gated(shape.activation))
     return false;
   const std::int32_t strips = ceil_div(ceil_div(shape.N, kStripRows), shape.sms);
+  if (int4 && shape.M > kOnceRows / 2)
+    return whole && strips <= 2 && shape.M * shape.K <= kOnceX && !shape.byte_x;
   if (int4) return whole && strips <= 3;
   return shape.format == WeightFormat::kFp8 && strips <= 2 &&
          (strips == 2 || shape.K <= kOnceMostCols / 2);

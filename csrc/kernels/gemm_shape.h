@@ -14,8 +14,10 @@ constexpr int kStreamRows = 16;     // the few-row kernel's most rows: one m16 o
 constexpr int kFewRows = 64;        // up to here own kernels beat the library's
 constexpr int kStripsRows = 8;      // Hopper: the most rows of the strips and the digits kernel
 constexpr int kDigitsCols = 512;    // columns of K that a warp of the latter takes at a time
-constexpr int kOnceCols = 256;      // columns of K that a warp of the kernel of one row has, ...
+constexpr int kOnceCols = 256;  // of K that a warp has where registers hold the weight, ...
 constexpr int kOnceMostCols = 16 * kOnceCols;  // ... and all of a block
+constexpr int kOnceRows = 16;                  // the most of x there, by int4, ...
+constexpr int kOnceX = 12 * kOnceMostCols;     // ... and elements of x
 constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kCodesCols = 16384;   // columns of a row whose codes the strips kernel makes
@@ -44,7 +46,7 @@ enum class Path : std::uint8_t {
   kSimple,   // any alignment, and float32 without the library
   kGrouped,  // Hopper, dense, where bits may not depend on M: the experts' kernel, of one
   kTurns,    // Hopper, dense, more rows, an activation: two warpgroups take tiles by turns
-  kOnce,     // Hopper, one row, a small weight of 4 or 8 bits: registers hold it
+  kOnce,     // Hopper, one row, of int4 a few, a small weight of 4 or 8 bits: registers hold it
 };
 
 struct Shape {

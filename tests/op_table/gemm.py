@@ -232,6 +232,11 @@ def _w4a8_samples() -> list[Sample]:
     samples += [
         Sample("7 rows of fp8, a chunk and a part, zero points", x=fp8(7, 576),
                x_scale=_positive(7), weight=_int4_weight(80, 576, 64, True, False)),
+        *(Sample(f"rows {rows} of fp8, {what}", x=fp8(rows, K), x_scale=_positive(rows),
+                 weight=_int4_weight(N, K, 128, zeros, False))
+          for rows in (2, 8) for what, N, K, zeros in (
+              ("two strips a block", 2128, 4096, False),
+              ("three strips a block, zero points", 4256, 1152, True))),
         Sample("1 row of fp8, chunks that warps take by turns", x=fp8(1, 4608),
                x_scale=_positive(1), weight=_int4_weight(48, 4608, 128, False, False)),
         # Up to 64 the cluster kernel takes them so, without zero points.
@@ -296,10 +301,12 @@ INT4 = OpCase(
         Sample("K long, 9 rows: a cluster", x=normal(9, 8192),
                weight=_int4_weight(32, 8192, 128, True, False)),
         Sample("3 rows, 8 chunks, norm", x=normal(3, 4096), norm_weight=normal(4096),
+               weights_ready=True,
                weight=_int4_weight(48, 4096, 128, True, False)),
-        Sample("8 rows, a group of two chunks", x=normal(8, 2048),
+        Sample("8 rows, a group of two chunks", x=normal(8, 2048), weights_ready=True,
                weight=_int4_weight(32, 2048, 1024, True, False)),
         Sample("5 rows, far apart in size", x=normal(5, 1024).set((slice(0, 3), 7), 1e3),
+               weights_ready=True,
                weight=_int4_weight(32, 1024, 128, True, False)),
         Sample("infinities, one of them times zero",
                x=normal(4, 512).set((2, 5), -math.inf).set((1, 300), math.inf),
@@ -308,18 +315,24 @@ INT4 = OpCase(
                weight=_int4_weight(64, 512, 64, True, False)),
         Sample("K long, 130 rows: a cluster", x=normal(130, 8192), bias=normal(544),
                weight=_int4_weight(544, 8192, 128, True, False), activation="silu_mul"),
-        # One row that registers hold: up to two strips a block, and three, columns of every warp.
-        *(Sample(f"1 row, {what}", x=normal(1, K), weight=_int4_weight(N, K, group, zeros, False),
-                 **options)
-          for what, N, K, group, zeros, options in (
+        # Weights that registers hold: up to two strips a block, and three, columns of every warp.
+        *(Sample(f"rows {rows}, {what}", x=normal(rows, K),
+                 weight=_int4_weight(N, K, group, zeros, False), **options)
+          for rows in (1, 3, 8) for what, N, K, group, zeros, options in (
               ("two strips a block, norm", 2128, 4096, 256, True, {"norm_weight": normal(4096)}),
               ("three strips a block", 4256, 1088, -1, False, {"bias": normal(4256)}),
-              ("a residual", 2128, 640, 128, True, {"residual": normal(1, 2128)}))),
+              ("a residual", 2128, 640, 128, True, {"residual": normal(rows, 2128)}))),
         Sample("1 row, three strips a block, far apart in size, an infinity",
                x=normal(1, 2048).set((0, 7), 1e3).set((0, 1300), math.inf),
                weight=_int4_weight(4256, 2048, 128, True, False)),
         Sample("1 row, NaN", x=normal(1, 512).set((0, 300), math.nan),
                weight=_int4_weight(64, 512, 128, True, False)),
+        Sample("13 rows, two strips a block", x=normal(13, 3072), norm_weight=normal(3072),
+               residual=normal(13, 2128), weight=_int4_weight(2128, 3072, 128, True, False)),
+        Sample("5 rows, three strips a block, far apart in size, infinities, NaN",
+               x=normal(5, 2048).set((slice(0, 3), 7), 1e3).set((1, 1300), math.inf)
+               .set((3, 5), -math.inf).set((4, 300), math.nan),
+               weight=_int4_weight(4256, 2048, 128, True, False)),
         *_w4a8_samples(),
     ],
     errors=[
