@@ -278,9 +278,9 @@ def plan(
         (13, {"hopper": True, "format": "int4"}, "cluster"),
         (9, {"hopper": True, "format": "int4_fp8"}, "cluster"),
         (4, {"hopper": True, "format": "int4", "chained": True}, "digits"),
-        (8, {"hopper": True, "format": "int4", "chained": True}, "digits"),
-        (8, {"hopper": True, "format": "int4", "norm": True, "chained": True}, "digits"),
-        (8, {"hopper": True, "format": "int4", "activation": "silu_mul"}, "cluster"),
+        (5, {"hopper": True, "format": "int4", "chained": True}, "held"),
+        (8, {"hopper": True, "format": "int4", "norm": True, "chained": True}, "held"),
+        (8, {"hopper": True, "format": "int4", "activation": "silu_mul"}, "held"),
         (1, {"hopper": True, "format": "fp8"}, "once"),
         (4, {"hopper": True, "format": "fp8"}, "strips"),
         (5, {"hopper": True, "format": "fp8", "chained": True}, "cluster"),
@@ -351,6 +351,23 @@ def test_one_row_of_a_weight_that_registers_hold(N: int, K: int, format: str, pa
     assert plan(1, N, K, hopper=True, format=format)["path"] == path
     if format == "int4":
         assert plan(4, N, K, hopper=True, format=format)["path"] == path
+
+
+@pytest.mark.parametrize(
+    ("M", "K", "norm", "path", "segments"),
+    [
+        (8, 4096, True, "held", 1),
+        (8, 8192, False, "held", 2),
+        (8, 8192, True, "digits", 1),  # a norm of more columns than a block has
+        (4, 8192, False, "digits", 1),
+        (5, 14336, False, "held", 4),
+        (8, 18944, False, "cluster", 4),
+        (8, 1984, False, "cluster", 1),  # too few columns for its warps
+    ],
+)
+def test_rows_that_registers_hold(M: int, K: int, norm: bool, path: str, segments: int) -> None:
+    chosen = plan(M, 28672 if K < 8192 else 3584, K, hopper=True, format="int4", norm=norm)
+    assert (chosen["path"], int(chosen["segments"])) == (path, segments)
 
 
 @pytest.mark.gpu

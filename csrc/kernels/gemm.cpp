@@ -89,7 +89,7 @@ struct Plan {
 /// Whether the kernel normalizes x on its way.
 bool folds_norm(const GemmParams& p, const Config& config) {
   const bool strips = config.path == Path::kStrips || config.path == Path::kDigits ||
-                      config.path == Path::kOnce;
+                      config.path == Path::kOnce || config.path == Path::kHeld;
   return strips && p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype &&
          p.x.norm_dtype == p.dtype && is_aligned(p.x.norm_weight, 0);
 }
@@ -101,7 +101,8 @@ bool must_prepare(const GemmParams& p, const Config& config) {
   const bool by_groups = p.x.scale_per_group;
   const bool takes_fp8 = p.weight.format == WeightFormat::kFp8
                              ? config.path == Path::kFp8 || (few && !by_groups)
-                             : ((once || config.path == Path::kDigits) && !by_groups) ||
+                             : ((once || config.path == Path::kDigits ||
+                                 config.path == Path::kHeld) && !by_groups) ||
                                    (config.path == Path::kCluster && int4_takes_fp8(p));
   const bool as_is = p.x.dtype == p.dtype || (p.x.dtype == DType::kFloat8E4M3 && takes_fp8);
   if ((p.x.norm_weight && !folds_norm(p, config)) || p.x.perm || !as_is) return true;
@@ -240,6 +241,8 @@ void gemm(const GemmParams& params, Stream stream) {
     case Path::kOnce:
       return p.M == 1 ? gemm_detail::launch_once(p, stream)
                       : gemm_detail::launch_once_rows(p, stream);
+    case Path::kHeld:
+      return gemm_detail::launch_held(p, plan.config, stream);
     case Path::kCluster:
       return gemm_detail::launch_cluster(p, plan.config, stream);
     case Path::kStream:

@@ -102,6 +102,27 @@ constexpr bool is_for_once(const Shape& shape) {
          (strips == 2 || shape.K <= kOnceMostCols / 2);
 }
 
+/// The kernel that holds x in registers, from where digits take longer. It cannot fold a norm of
+/// more columns than a block has. H200, us, 8 rows, alone, cluster and so: 14336 x 4096 16.2 and
+/// 14.2, 8192 x 8192 14.1 and 13.6, 4096 x 28672 21.4 and 20.1, 3584 x 18944 17.4 and 14.5, but
+/// 5120 x 13824 15.2 and 16.2; chained 17.6 and 14.3, 16.2 and 14.2, 23.5 and 19.9, 17.3 and 15.6,
+/// 17.3 and 16.0, 4096 x 4096 8.5 and 6.0. A layer of 8B products, 4, 5 and 8 rows: 46.4 and 53.0,
+/// 62.5 and 55.6, 64.5 and 54.6.
+constexpr bool is_for_held(const Shape& shape) {
+  constexpr std::int32_t kMostBytes = 227 * 1024, kLeastCols = kOnceMostCols / 2;
+  const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
+  const std::int32_t blocks = ceil_div(shape.K, kOnceMostCols);
+  if (shape.format != WeightFormat::kInt4 || !whole || shape.makes_codes || shape.M > kHeldRows ||
+      shape.M <= kHeldRows / 2 || shape.K < kLeastCols || blocks > kHeldBlocks ||
+      (blocks > 1 && shape.normalizes))
+    return false;
+  const std::int64_t pairs = ceil_div(shape.N, 2 * kStripRows);
+  const std::int64_t strips = 2 * ceil_div<std::int64_t>(pairs, kClusters[blocks - 1]);
+  const std::int64_t parts = blocks * ceil_div<std::int64_t>(shape.M, blocks) * strips;
+  return blocks == 1 ||
+         kHeldBytes + parts * kStripRows * std::int64_t{sizeof(float)} <= kMostBytes;
+}
+
 /// Hopper's kernels for many rows. They have one order of K, but not that of the other kernels: not
 /// where bits may not depend on M.
 constexpr bool is_for_hopper_tiles(const Shape& shape) {
@@ -250,6 +271,7 @@ constexpr Path path_of(const Shape& shape) {
   if (is_for_hopper(shape)) {
     if (is_for_once(shape)) return Path::kOnce;
     if (is_for_strips(shape)) return Path::kStrips;
+    if (is_for_held(shape)) return Path::kHeld;
     if (is_for_digits(shape)) return Path::kDigits;
     return may_call && !cluster_beats_library(shape) ? Path::kLibrary : Path::kCluster;
   }
@@ -270,6 +292,7 @@ constexpr Config choose(const Shape& shape) {
     config.segments = segments_of(shape);
     config.fused = can_fuse(shape);
   }
+  if (config.path == Path::kHeld) config.segments = ceil_div(shape.K, kOnceMostCols);
   if (config.path == Path::kCluster || config.path == Path::kGrouped)
     cut_for_cluster(shape, config);
   if (config.path == Path::kGrouped) {

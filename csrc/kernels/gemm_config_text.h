@@ -9,7 +9,7 @@ namespace ridgeline::gemm_config {
 inline std::string to_text(const Config& config) {
   constexpr const char* kNames[] = {"strips", "digits", "cluster", "stream", "tile",
                                     "expand", "expand_to_fp8", "fp8", "library", "simple",
-                                    "grouped", "turns", "once"};
+                                    "grouped", "turns", "once", "held"};
   return std::string(kNames[static_cast<int>(config.path)]) +
          " segments=" + std::to_string(config.segments) +
          " split=" + std::to_string(config.split) +

@@ -26,6 +26,7 @@ void launch_strips(const GemmParams& params, Stream stream);
 void launch_digits(const GemmParams& params, Stream stream);
 void launch_once(const GemmParams& params, Stream stream);
 void launch_once_rows(const GemmParams& params, Stream stream);
+void launch_held(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 void launch_cluster(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
 /// Hopper's kernels for many rows. Expand: x of the output's dtype, or e4m3 as launch_reorder

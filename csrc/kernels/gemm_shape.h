@@ -18,6 +18,11 @@ constexpr int kOnceCols = 256;  // of K that a warp has where registers hold the
 constexpr int kOnceMostCols = 16 * kOnceCols;  // ... and all of a block
 constexpr int kOnceRows = 16;                  // the most of x there, by int4, ...
 constexpr int kOnceX = 12 * kOnceMostCols;     // ... and elements of x
+constexpr int kHeldRows = 8;      // the most of the kernel that holds x in registers, ...
+constexpr int kHeldBlocks = 4;    // ... blocks of a cluster, each with kOnceMostCols columns, ...
+constexpr int kHeldStages = 4;    // ... stages of a warp's ring ...
+constexpr int kHeldStageBytes = 2144;
+constexpr int kHeldBytes = 156 * 1024;  // ... and shared memory, besides parts of sums
 constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kCodesCols = 16384;   // columns of a row whose codes the strips kernel makes
@@ -47,6 +52,7 @@ enum class Path : std::uint8_t {
   kGrouped,  // Hopper, dense, where bits may not depend on M: the experts' kernel, of one
   kTurns,    // Hopper, dense, more rows, an activation: two warpgroups take tiles by turns
   kOnce,     // Hopper, one row, of int4 a few, a small weight of 4 or 8 bits: registers hold it
+  kHeld,     // Hopper, int4, 5 to 8 rows: registers hold x
 };
 
 struct Shape {

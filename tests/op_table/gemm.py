@@ -237,6 +237,10 @@ def _w4a8_samples() -> list[Sample]:
           for rows in (2, 8) for what, N, K, zeros in (
               ("two strips a block", 2128, 4096, False),
               ("three strips a block, zero points", 4256, 1152, True))),
+        *(Sample(f"6 rows of fp8, x held, {what}", x=fp8(6, K), x_scale=_positive(6),
+                 bias=normal(1072), weight=_int4_weight(1072, K, 128, zeros, False),
+                 weights_ready=True)
+          for what, K, zeros in (("zero points", 2048, True), ("a cluster of two", 6144, False))),
         Sample("1 row of fp8, chunks that warps take by turns", x=fp8(1, 4608),
                x_scale=_positive(1), weight=_int4_weight(48, 4608, 128, False, False)),
         # Up to 64 the cluster kernel takes them so, without zero points.
@@ -329,6 +333,24 @@ INT4 = OpCase(
                weight=_int4_weight(64, 512, 128, True, False)),
         Sample("13 rows, two strips a block", x=normal(13, 3072), norm_weight=normal(3072),
                residual=normal(13, 2128), weight=_int4_weight(2128, 3072, 128, True, False)),
+        # x that registers hold: a part of K in each block of a cluster, columns of every warp.
+        *(Sample(f"rows {rows}, {what}", x=normal(rows, K), weights_ready=True,
+                 weight=_int4_weight(N, K, group, zeros, False), **options)
+          for rows in (5, 8) for what, N, K, group, zeros, options in (
+              ("x held, norm", 2128, 4096, 128, True, {"norm_weight": normal(4096)}),
+              ("x held, gated, a part of a slice", 4288, 2112, -1, False,
+               {"activation": "silu_mul", "bias": normal(4288)}),
+              ("x held, more strips than stages", 10624, 2048, 256, False, {}),
+              ("x held by a cluster of two", 1072, 5120, 128, False,
+               {"residual": normal(rows, 1072), "activation": "gelu"}),
+              ("x held by a cluster of four, gated", 1088, 12800, 128, True,
+               {"activation": "silu_mul", "bias": normal(1088)}))),
+        Sample("7 rows, x held by a cluster of three", x=normal(7, 8448), bias=normal(704),
+               weight=_int4_weight(704, 8448, 128, False, False)),
+        Sample("6 rows, x held, infinities, NaN, far apart in size", weights_ready=True,
+               x=normal(6, 2048).set((slice(0, 3), 7), 1e3).set((1, 1300), math.inf)
+               .set((3, 5), -math.inf).set((4, 300), math.nan),
+               weight=_int4_weight(2128, 2048, 128, True, False)),
         Sample("5 rows, three strips a block, far apart in size, infinities, NaN",
                x=normal(5, 2048).set((slice(0, 3), 7), 1e3).set((1, 1300), math.inf)
                .set((3, 5), -math.inf).set((4, 300), math.nan),
