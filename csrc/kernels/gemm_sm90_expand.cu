@@ -6,6 +6,7 @@
 #include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_registers.cuh"
 #include "kernels/gemm_launch.cuh"
+#include "kernels/gemm_sm90_expand_produce.cuh"
 #include "kernels/gemm_sm90_expand_store.cuh"
 #include "kernels/gemm_sm90_expand_weights.cuh"
 
@@ -218,7 +219,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       if constexpr (Tile::kShares) {
         if (work.first_step > 0) return leave_part<Tile>(launch, work.segment, sums, here);
-        if (work.steps < launch.steps) add_part<Tile>(launch, work.segment, sums, here);
+        if (takes_part<Tile>(launch, work)) add_part<Tile>(shared, ring, sums, here);
       }
       if constexpr (Tile::kWhole) {
         if (plain) {

@@ -1,4 +1,6 @@
 #pragma once
+#include "device/ptx/bulk_copy.cuh"
+#include "device/ptx/copy_order.cuh"
 #include "device/ptx/global_order.cuh"
 #include "kernels/gemm_sm90_expand.cuh"
 
@@ -62,21 +64,53 @@ __device__ __forceinline__ void leave_part(const Launch& launch, int slot, const
   if (me.thread == 0) put_sign(launch, slot * kConsumers + me.warpgroup);
 }
 
+/// The sums of a tail come as stages behind those of the head, some eights in each's memory of x:
+/// they are on their way while the tensor cores work. H200, int4, stamps, 512 rows of 3584 x 18944:
+/// to add them takes 1.6 us, where the threads that do read them from L2 4.8.
+constexpr int kPartStages = 4;
+template <class Tile>
+constexpr int kPartEights = kEights<Tile> / kPartStages;
+
+/// Whether this is a head.
+template <class Tile>
+__device__ __forceinline__ bool takes_part(const Launch& launch, const Work& work) {
+  return Tile::kShares && launch.segments == 1 && work.first_step == 0 &&
+         work.steps < launch.steps;
+}
+
+/// By the thread that then brings it.
+__device__ __forceinline__ void wait_for_part(const Launch& launch, int slot) {
+  for (int warpgroup = 0; warpgroup < kConsumers; ++warpgroup)
+    take_sign(launch, slot * kConsumers + warpgroup);
+  ptx::fence_copies();  // of what another block's threads have written
+}
+
+template <class Tile>
+__device__ __forceinline__ void bring_part(const Launch& launch, Shared<Tile>& shared, int slot,
+                                           int i, int stage) {
+  constexpr int kEightsAll = kEights<Tile>, kCount = kPartEights<Tile> * kMultipliers;
+  constexpr int kBytes = kCount * static_cast<int>(sizeof(float4));
+  static_assert(kBytes == sizeof(shared.x[0]) && kPartEights<Tile> * kPartStages == kEightsAll);
+  ptx::mbarrier_expect(&shared.full[stage], kBytes);
+  ptx::copy_bulk(shared.x[stage],
+                 launch.parts.sums + std::int64_t{slot} * kEightsAll * kMultipliers + i * kCount,
+                 kBytes, &shared.full[stage], ptx::evict_first());
+}
+
 /// Adds the sums of the tile's tail.
 template <class Tile>
-__device__ __forceinline__ void add_part(const Launch& launch, int slot, Sums<Tile>& sums,
-                                         const Consumer& me) {
-  constexpr int kAtOnce = kEights<Tile> == 16 ? 16 : kEights<Tile> == 24 ? 8 : 4;  // registers
-  if (me.thread == 0) take_sign(launch, slot * kConsumers + me.warpgroup);
-  me.meet();  // the part is there
-  const float4* part = part_of<Tile>(launch, slot, me);
+__device__ __forceinline__ void add_part(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
+                                         Sums<Tile>& sums, const Consumer& me) {
 #pragma unroll
-  for (int first = 0; first < kEights<Tile>; first += kAtOnce) {
-    float4 of[kAtOnce];
+  for (int i = 0; i < kPartStages; ++i, ring.next()) {
+    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+    const float4* part = reinterpret_cast<const float4*>(shared.x[ring.stage]) +
+                         me.warpgroup * kWarpgroup + me.thread;
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) of[i] = ptx::load_from_l2(part + (first + i) * kMultipliers);
-#pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) add_to(sums[0][first + i], of[i]);
+    for (int j = 0; j < kPartEights<Tile>; ++j)
+      add_to(sums[0][i * kPartEights<Tile> + j], part[j * kMultipliers]);
+    me.meet();  // the warpgroup has read its sums
+    if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[ring.stage]);
   }
 }
 
