@@ -440,7 +440,7 @@ def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
         (4096, 4096, "fp8_fp8", (64, 2)),
         (4096, 14336, "fp8_fp8", (64, 2)),
         (6144, 4096, "fp8_fp8", (64, 1)),
-        (28672, 4096, "fp8_fp8", (112, 1)),
+        (28672, 4096, "fp8_fp8", (224, 1)),
         (4096, 14336, "int4", (64, 2)),
         (4096, 14336, "fp8", (64, 2)),
         (6144, 4096, "int4", (112, 2)),
@@ -454,6 +454,27 @@ def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
 def test_a_cluster_fills_the_machine(N: int, K: int, format: str, tile: tuple[int, int]) -> None:
     chosen = plan(64, N, K, hopper=True, format=format)
     assert tuple(int(chosen[name]) for name in ("tile_cols", "segments")) == tile
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "options", "wide"),
+    [
+        (64, 28672, {"format": "fp8"}, "split"),
+        (33, 26880, {"format": "fp8", "activation": "silu_mul"}, "split"),
+        (64, 28672, {"format": "fp8_fp8"}, "whole"),
+        (64, 28672, {"format": "fp8_fp8", "activation": "silu_mul"}, ""),
+        (64, 28672, {"format": "fp8", "dtype": "float16"}, ""),
+        (32, 28672, {"format": "fp8"}, ""),
+        (64, 26656, {"format": "fp8"}, ""),  # 119 tiles
+        (64, 29569, {"format": "fp8"}, ""),  # more tiles than SMs
+        (64, 28672, {"format": "int4"}, ""),
+    ],
+)
+def test_wide_tiles_have_an_sm_each(M: int, N: int, options: dict[str, object], wide: str) -> None:
+    chosen = plan(M, N, 4096, hopper=True, **options)  # type: ignore[arg-type]
+    assert chosen["path"] == "cluster"
+    assert (chosen["tile_cols"] == "224") == bool(wide)
+    assert (chosen["splits_x"] == "1") == (wide == "split")
 
 
 @pytest.mark.parametrize(

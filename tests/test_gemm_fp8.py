@@ -1,4 +1,4 @@
-"""fp8 products that make codes of x themselves: the same as codes made ahead."""
+"""fp8 products of an x of 16 bits: by its codes, the same as made ahead, and as it is."""
 
 from __future__ import annotations
 
@@ -74,6 +74,35 @@ def test_a_row_has_the_same_bits_alone(device: str) -> None:
     whole = ops.fp8_linear(x, weight, scale, quantize_x=True, weights_ready=True)
     alone = ops.fp8_linear(x[2:3], weight, scale, quantize_x=True, weights_ready=True)
     assert torch.equal(alone, whole[2:3])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [33, 48, 64])
+def test_every_bit_of_bfloat16_counts(rows: int, device: str) -> None:
+    """Wide tiles multiply two terms of e4m3: down to 1/896 of a row's largest value these are all
+    of it, below they leave out 2^-17 of that."""
+    K, N, copies = 400, 26880, (0, 20000)
+    generator = torch.Generator().manual_seed(rows)
+    exponents = torch.randint(-9, 1, (rows, K), generator=generator)
+    signs = torch.randint(0, 2, (rows, K), generator=generator) * 2 - 1
+    # Of the 2^7 significands, each in turn; rows far apart in size.
+    significands = 1 + torch.arange(rows * K).reshape(rows, K) % 128 / 128
+    largest = torch.exp2(torch.arange(rows) * 3.0 - 96)[:, None]
+    x = signs * significands * torch.exp2(exponents.float())
+    x[:, 7], x[:, ::50] = 1.75, x[:, ::50] * 2.0**-12
+    x = (x * largest).bfloat16()
+    weight = torch.zeros(N, K)
+    for at in copies:
+        weight[at : at + K] = torch.eye(K)
+    weight = weight.to(torch.float8_e4m3fn).to(device)
+    y = ops.fp8_linear(x.to(device), weight, torch.ones(1, device=device)).cpu()
+    most = x.abs().amax(1, keepdim=True).double()
+    small = x.abs().double() < most / 896
+    assert 0 < small.sum() < rows * K / 10
+    for at in copies:
+        copy = y[:, at : at + K]
+        assert torch.equal(copy[~small], x[~small])
+        assert ((copy.double() - x.double()).abs() <= 2.0**-17 * most).all()
 
 
 def test_codes_cannot_be_made_of_codes() -> None:

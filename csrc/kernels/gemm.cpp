@@ -83,32 +83,33 @@ struct Plan {
   Config config;
   bool prepares = false;  // x goes through prepare_kernel first
   std::int64_t prepared_cols = 0;
-  std::size_t prepared = 0, partials = 0, product = 0, library = 0, total = 0;  // offsets, all bytes
+  // Offsets, all bytes.
+  std::size_t prepared = 0, terms = 0, units = 0, partials = 0, product = 0, library = 0, total = 0;
 };
 
 /// Whether the kernel normalizes x on its way.
-bool folds_norm(const GemmParams& p, const Config& config) {
-  const bool strips = config.path == Path::kStrips || config.path == Path::kDigits ||
-                      config.path == Path::kOnce || config.path == Path::kHeld;
+bool folds_norm(const GemmParams& p, Path path) {
+  const bool strips = path == Path::kStrips || path == Path::kDigits || path == Path::kOnce ||
+                      path == Path::kHeld;
   return strips && p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype &&
          p.x.norm_dtype == p.dtype && is_aligned(p.x.norm_weight, 0);
 }
 
-bool must_prepare(const GemmParams& p, const Config& config) {
+bool must_prepare(const GemmParams& p, Path path) {
   if (p.weight.format == WeightFormat::kInt8) return false;
-  const bool once = config.path == Path::kOnce;
-  const bool few = once || config.path == Path::kStrips || config.path == Path::kCluster;
+  const bool once = path == Path::kOnce;
+  const bool few = once || path == Path::kStrips || path == Path::kCluster;
   const bool by_groups = p.x.scale_per_group;
   const bool takes_fp8 = p.weight.format == WeightFormat::kFp8
-                             ? config.path == Path::kFp8 || (few && !by_groups)
-                             : ((once || config.path == Path::kDigits ||
-                                 config.path == Path::kHeld) && !by_groups) ||
-                                   (config.path == Path::kCluster && int4_takes_fp8(p));
+                             ? path == Path::kFp8 || (few && !by_groups)
+                             : ((once || path == Path::kDigits || path == Path::kHeld) &&
+                                !by_groups) ||
+                                   (path == Path::kCluster && int4_takes_fp8(p));
   const bool as_is = p.x.dtype == p.dtype || (p.x.dtype == DType::kFloat8E4M3 && takes_fp8);
-  if ((p.x.norm_weight && !folds_norm(p, config)) || p.x.perm || !as_is) return true;
-  if (config.path == Path::kSimple) return false;
-  if (config.path == Path::kLibrary) return !rows_are_apart(p.M, p.x.stride_row, p.K);
-  const bool maps = config.path == Path::kCluster || config.path == Path::kGrouped;
+  if ((p.x.norm_weight && !folds_norm(p, path)) || p.x.perm || !as_is) return true;
+  if (path == Path::kSimple) return false;
+  if (path == Path::kLibrary) return !rows_are_apart(p.M, p.x.stride_row, p.K);
+  const bool maps = path == Path::kCluster || path == Path::kGrouped;
   if (maps && !strides_are_mappable(p)) return true;
   const auto element = static_cast<std::int64_t>(size_of(p.x.dtype));
   const std::int64_t stride = p.M > 1 ? p.x.stride_row : 0;
@@ -153,6 +154,9 @@ Plan plan_of(const GemmParams& p) {
                               (p.x.dtype == DType::kFloat8E4M3 && !p.x.perm &&
                                p.weight.format == WeightFormat::kFp8 && parts_have_scales(p) &&
                                rows_aligned(p.x.data, p.M, p.x.stride_row)),
+                    .codes_x = p.x.dtype == DType::kFloat8E4M3 && !must_prepare(p, Path::kCluster),
+                    .bfloat_x = p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype,
+                    .scales_products = p.weight.scales_products(),
                     .library = library_takes(p),
                     .batch_invariant = p.batch_invariant,
                     .chained = p.weights_ready,
@@ -160,7 +164,7 @@ Plan plan_of(const GemmParams& p) {
                     .makes_codes = p.x.to_codes,
                     .sms = device::multiprocessors()};
   Plan plan{.config = gemm_config::choose(shape)};
-  plan.prepares = must_prepare(p, plan.config);
+  plan.prepares = must_prepare(p, plan.config.path);
   plan.prepared_cols = round_up(p.K, gemm_config::kBlockCols);
   const bool calls = plan.config.path == Path::kLibrary;
   const auto take = [&](std::size_t bytes) {
@@ -169,6 +173,9 @@ Plan plan_of(const GemmParams& p) {
     return offset;
   };
   plan.prepared = take(plan.prepares ? p.M * plan.prepared_cols * size_of(p.dtype) : 0);
+  const bool splits = plan.config.splits_x;
+  plan.terms = take(splits ? gemm_detail::kTermsOfX * round_up<std::int64_t>(p.M, 8) * p.K : 0);
+  plan.units = take(splits ? p.M * sizeof(float) : 0);
   // The simple kernel stands in where cuBLASLt has no algorithm; gated, it needs partials too.
   plan.partials =
       take(calls && is_gated(p.activation) ? p.M * p.N * sizeof(float)
@@ -229,6 +236,17 @@ void gemm(const GemmParams& params, Stream stream) {
            .stride_row = plan.prepared_cols,
            .scale = p.x.scale_per_group ? nullptr : p.x.scale,  // else in the values already
            .scale_per_row = p.x.scale_per_row};
+  }
+  if (plan.config.splits_x) {
+    auto* units = reinterpret_cast<float*>(workspace + plan.units);
+    gemm_detail::launch_split_x(p, workspace + plan.terms, units, stream);
+    p.x = {.dtype = DType::kFloat8E4M3,
+           .data = workspace + plan.terms,
+           .stride_row = p.K,
+           .scale = units,
+           .scale_per_row = true,
+           .whole = p.x.data,
+           .stride_whole = p.x.stride_row};
   }
   const bool by_bytes = plan.config.path == Path::kFp8 || plan.config.path == Path::kSimple;
   if (p.weight.format == WeightFormat::kInt8 && !by_bytes) p = in_pairs(p);

@@ -68,6 +68,8 @@ struct GemmInput {
   const float* scale = nullptr;               // of 8 bits: the product is multiplied by it
   bool scale_per_row = false;                 // scale is [M], else one value, ...
   bool scale_per_group = false;               // ... or [M, ceil(K / 128)], of the values of x
+  const void* whole = nullptr;                // bf16 [M, K] of which data is, in units of scale, ...
+  std::int64_t stride_whole = 0;              // ... two terms of e4m3, [2, round_up(M, 8), K]
   const std::int32_t* perm = nullptr;         // column c of the weight meets perm[c] of x
   bool to_codes = false;                      // one row that becomes e4m3, normalized or not
   const void* norm_weight = nullptr;          // rmsnorm over the row first; or null

@@ -1,4 +1,5 @@
 #pragma once
+#include "device/dequant.cuh"
 #include "device/ptx/cluster.cuh"
 #include "kernels/gemm_cluster_sm90.cuh"
 #include "kernels/gemm_epilogue.cuh"
@@ -13,6 +14,12 @@ using namespace gemm_detail;
 
 constexpr int kEach = 4;  // neighbouring columns that a thread finishes at once
 
+/// Whether y is the sums with scales and bias, kEach columns of `element` bytes a vector.
+inline bool stores_vectors(const GemmParams& p, std::size_t element) {
+  return p.activation == Activation::kNone && !p.residual && p.out_cols() % kEach == 0 &&
+         reinterpret_cast<std::uintptr_t>(p.y) % (kEach * element) == 0;
+}
+
 template <class T>
 struct Finish {
   const ClusterParams& params;
@@ -22,6 +29,8 @@ struct Finish {
   int first;         // column of the tile
   int row0, rows;    // of x
   int rank = blockIdx.x, blocks = gridDim.x;  // of the cluster
+  float* scale = fixed.scale;  // of the tile's weight rows
+  float* bias = fixed.bias;
 
   __device__ int columns() const { return params.row_groups * kGroupRows; }
   __device__ int pitch() const { return columns() + 4; }  // a warp's sums go to 32 banks
@@ -38,8 +47,8 @@ struct Finish {
     const int n = params.paired && up >= 0 ? up_first + up : first + column;
     Operands operands;
     if (n < p.N) load_of_column<T>(operands, p, n);
-    fixed.scale[column] = operands.weight_scale;
-    fixed.bias[column] = operands.bias;
+    scale[column] = operands.weight_scale;
+    bias[column] = operands.bias;
   }
 
   template <class Sum, int kOctets>
@@ -102,14 +111,38 @@ struct Finish {
     float4 scale, bias;
   };
   __device__ Factors factors_of(int column) const {
-    return {*reinterpret_cast<const float4*>(fixed.scale + column),
-            *reinterpret_cast<const float4*>(fixed.bias + column)};
+    return {*reinterpret_cast<const float4*>(scale + column),
+            *reinterpret_cast<const float4*>(bias + column)};
+  }
+
+  /// Products of the values of a row that are not finite, of which x's terms have zeros, with the
+  /// tile's weight row `column`.
+  __device__ __noinline__ float products_not_finite(int m, int column) const {
+    const GemmParams& p = params.gemm;
+    const int up = column - params.box_rows;
+    const int n = params.paired && up >= 0 ? first + p.N / 2 + up : first + column;
+    if (n >= p.N) return 0.0f;
+    const T* x = static_cast<const T*>(p.x.whole) + (row0 + m) * p.x.stride_whole;
+    const auto* weight = static_cast<const std::uint8_t*>(p.weight.data) + n * p.weight.stride_row;
+    float sum = 0.0f;
+#pragma unroll 1
+    for (int k = 0; k < p.K; ++k) {
+      const float value = device::to_float(x[k]);
+      if (isfinite(value)) continue;
+      sum += value * device::dequantise(weight[k], DType::kFloat8E4M3, 1.0f);
+    }
+    return sum;
   }
 
   /// Their sums, scaled, plus bias.
   __device__ float4 values_of(int m, int column, const Factors& by) const {
-    const float4 sum = total_of(m, column);
-    const float x_scale = fixed.x_scale[m];
+    float4 sum = total_of(m, column);
+    float x_scale = fixed.x_scale[m];
+    if (params.second_term > 0 && x_scale < 0.0f) {
+      x_scale = -x_scale;
+      add(sum, {products_not_finite(m, column), products_not_finite(m, column + 1),
+                products_not_finite(m, column + 2), products_not_finite(m, column + 3)});
+    }
     return {scaled({x_scale, by.scale.x, by.bias.x}, sum.x),
             scaled({x_scale, by.scale.y, by.bias.y}, sum.y),
             scaled({x_scale, by.scale.z, by.bias.z}, sum.z),

@@ -138,8 +138,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                           : gemm_config::kShareOfSm;
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
-  params.plain = p.activation == Activation::kNone && !p.residual && p.out_cols() % kEach == 0 &&
-                 reinterpret_cast<std::uintptr_t>(p.y) % (kEach * sizeof(T)) == 0;
+  params.plain = stores_vectors(p, sizeof(T));
   const int received = (segments - 1) * params.rows_each * params.row_groups * kGroupRows *
                        static_cast<int>(sizeof(float));
   const int stages = std::min(kMaxStages, (params.shared_bytes - kFixedBytes - received) /
@@ -226,6 +225,7 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
 }  // namespace
 
 void launch_cluster(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  if (config.tile_cols == gemm_config::kWideCols) return launch_wide(p, stream);
   if (p.dtype == DType::kFloat16) return launch_rows<__half>(p, config, stream);
   launch_rows<__nv_bfloat16>(p, config, stream);
 }

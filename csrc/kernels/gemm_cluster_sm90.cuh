@@ -30,7 +30,8 @@ struct ClusterParams {
   std::int32_t row_groups;    // 2: the warpgroups share out a tile's rows; 1: they take turns in K
   std::int32_t tile_rows;     // of the weight: up to 64 a row group
   std::int32_t box_rows;      // of those, in one request: all, or half of them if paired
-  std::int32_t x_box;         // bytes of a request of x: its rows, eight by eight
+  std::int32_t x_box;         // bytes of a request of x: its rows, eight by eight, of all terms
+  std::int32_t second_term;   // bytes from a term of x to the other; 0: x is one
   std::int32_t stage_bytes, shared_bytes;
   std::int32_t steps;         // stages that K makes
   std::int32_t stages;        // that the ring has

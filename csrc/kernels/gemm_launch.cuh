@@ -29,6 +29,9 @@ void launch_once_rows(const GemmParams& params, Stream stream);
 void launch_held(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 void launch_cluster(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
+/// The cluster kernel's tiles of gemm_config::kWideCols weight rows; x e4m3, or its terms.
+void launch_wide(const GemmParams& params, Stream stream);
+
 /// Hopper's kernels for many rows. Expand: x of the output's dtype, or e4m3 as launch_reorder
 /// leaves it, `shared` gemm_config::shared_bytes() of any contents; fp8: x and weight e4m3, or
 /// int8.
@@ -46,6 +49,12 @@ void launch_simple(const GemmParams& params, float* partials, Stream stream);
 /// Rows of x as [M, stride] of the output's dtype: normalized, permuted, expanded from e4m3, padded
 /// with zeros to `stride`.
 void launch_prepare(const GemmParams& params, void* prepared, std::int64_t stride, Stream stream);
+
+/// Rows of bf16 x, aligned to 16 bytes, as two terms of e4m3 in units of the row, a power of two:
+/// [2, round_up(M, 8), K], K a multiple of 16. A unit is negative where its row has values that are
+/// not finite; the terms have zeros for them.
+constexpr int kTermsOfX = 2;
+void launch_split_x(const GemmParams& params, void* terms, float* units, Stream stream);
 
 /// Rows of e4m3 x as [M, stride], permuted, padded with zeros to `stride`, a multiple of 16. In the
 /// order of the columns of int4 blocks: of 16, byte 4 t + i is column 2 t + {0, 8, 1, 9}[i], which

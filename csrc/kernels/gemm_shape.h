@@ -24,6 +24,7 @@ constexpr int kHeldStages = 4;    // ... stages of a warp's ring ...
 constexpr int kHeldStageBytes = 2144;
 constexpr int kHeldBytes = 156 * 1024;  // ... and shared memory, besides parts of sums
 constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
+constexpr int kWideCols = 224;   // weight rows of the cluster kernel's wide tiles
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kCodesCols = 16384;   // columns of a row whose codes the strips kernel makes
 constexpr int kTileCols = 128;      // weight rows a block of the tile kernel owns
@@ -69,6 +70,9 @@ struct Shape {
   bool weight_aligned;  // 16-byte loads of weight rows are possible
   bool whole_vectors;   // Hopper's kernels for many rows can reach scales, residual and y
   bool byte_x;          // x is of 8 bits, and the tensor cores can multiply it so
+  bool codes_x;         // x is of e4m3, as the cluster kernel can take it; ...
+  bool bfloat_x;        // ... or of bfloat16, as y is
+  bool scales_products;  // a row of the weight, or all, have one scale
   bool library;         // cuBLASLt can be opened
   bool batch_invariant;
   bool chained;     // kernels follow each other, and this one requests its weights meanwhile
@@ -84,6 +88,7 @@ struct Config {
   std::int32_t tile_rows;  // of the kernels that have tiles of x
   std::int32_t tile_cols;  // of the weight, in Hopper's kernels that have tiles of it
   bool fused;              // the epilogue is in the product's kernel
+  bool splits_x = false;   // kCluster: x becomes two terms of e4m3 first
   std::int32_t tail = 0;   // kExpand: last stages of each tile that blocks besides multiply ahead
   bool even = false;       // kExpand: blocks multiply as many stages each, parts of tiles too
 };

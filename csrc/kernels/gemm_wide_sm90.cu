@@ -1,0 +1,193 @@
+#include <algorithm>
+
+#include "device/launch.cuh"
+#include "device/matrix_map.cuh"
+#include "device/ptx/tensor_copy.cuh"
+#include "device/ptx/warpgroup.cuh"
+#include "device/ptx/wgmma_fp8.cuh"
+#include "device/reduce.cuh"
+#include "kernels/gemm_cluster_finish.cuh"
+#include "kernels/gemm_cluster_sm90.cuh"
+#include "kernels/gemm_launch.cuh"
+
+namespace ridgeline::gemm_detail {
+namespace {
+
+using namespace gemm_cluster;
+
+// ---- Constants ----------------------------------------------------------------------------------
+
+constexpr int kCols = gemm_config::kWideCols / 2;  // weight rows of a warpgroup: wgmma's columns
+constexpr int kWideBytes = 2 * gemm_config::kShareOfSm;  // of shared memory
+constexpr int kSumsOfRow = 4;  // row groups of 64 columns that a row of sums has room for
+constexpr int kStep = 32 / 16;  // from one step's operand to the next's
+using Layout = StageLayout<WeightFormat::kFp8, true, 64>;
+using Sums = float[kCols / 8][4];
+
+// ---- Shared memory ------------------------------------------------------------------------------
+
+struct Wide {
+  Fixed fixed;
+  alignas(16) float scale[gemm_config::kWideCols], bias[gemm_config::kWideCols];
+};
+constexpr int kOwnBytes = 4096;
+static_assert(sizeof(Wide) <= kOwnBytes);
+
+// ---- Phases -------------------------------------------------------------------------------------
+
+/// 128 columns: x, both of its terms if it has two, by the warpgroup's weight rows.
+template <int kTerms>
+__device__ __forceinline__ void multiply(const ClusterParams& params, const char* stage, int group,
+                                         Sums& part) {
+  const auto operand = [](const char* start) {
+    return ptx::swizzled_operand(start, 16, 8 * kRowBytes);
+  };
+  const std::uint64_t x[] = {operand(stage), operand(stage + params.second_term)};
+  const std::uint64_t rows = operand(stage + params.x_box + group * kCols * kRowBytes);
+  ptx::hold_registers(part);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+#pragma unroll
+    for (int term = 0; term < kTerms; ++term)
+      ptx::WgmmaFp8<kCols>::mma(part, x[term] + step * kStep, rows + step * kStep,
+                                step + term != 0);
+  ptx::wgmma_commit();
+}
+
+/// Where store() of Finish takes them from: [row of x][weight row].
+template <class T>
+__device__ __forceinline__ void keep(const Finish<T>& finish, const Sums& sums, int group) {
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  float* to = finish.sums + (warp * 16 + lane / 4) * finish.pitch() + group * kCols + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < kCols / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+      *reinterpret_cast<float2*>(to + j * 8 * finish.pitch() + i * 8) = {sums[i][2 * j],
+                                                                        sums[i][2 * j + 1]};
+}
+
+// ---- Kernel -------------------------------------------------------------------------------------
+
+/// Grid: tiles of 224 weight rows, an SM each. fp8 by up to 64 rows of e4m3, or by the two terms of
+/// bfloat16 (split_x_kernel). x is wgmma's operand of 64 rows, and 112 weight rows are its columns
+/// for each of two warpgroups, both from shared memory; two warps request stages of 128 columns of
+/// K, whose products are added in float32. x comes from L2 half as often as where two blocks share
+/// an SM, and wgmma are half as many.
+/// Roofline: the weight's bytes, once.
+template <class T, int kTerms>
+__global__ void __launch_bounds__(kThreads, 1)
+    wide_kernel(const __grid_constant__ ClusterParams params) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) char memory[];
+  // At the end: the last stage's operand of 64 rows may reach over x.
+  Wide& own = *reinterpret_cast<Wide*>(memory + params.shared_bytes - kOwnBytes);
+  Fixed& fixed = own.fixed;
+  char* ring = memory;
+  const GemmParams& p = params.gemm;
+  const int warp = device::warp_index(), lane = threadIdx.x % 32;
+  const int first = blockIdx.y * params.box_rows;  // column of the product
+  const int up_first = params.paired ? first + p.N / 2 : first;
+
+  if (threadIdx.x < kMaxStages) {
+    ptx::mbarrier_init(&fixed.full[threadIdx.x], 2);
+    ptx::mbarrier_init(&fixed.empty[threadIdx.x], kConsumers);
+    ptx::fence_mbarrier_init();
+  }
+  if (threadIdx.x == kThreads - 1) {
+    ptx::prefetch_tensor_map(&params.weight);
+    ptx::prefetch_tensor_map(&params.x);
+  }
+  __syncthreads();  // the barriers are made
+  const Producer<Layout> producer{params, fixed, ring, 0, params.steps, first, up_first, 0};
+  if (warp == kConsumers) {
+    if (lane == 0) producer.run_weight();
+  } else if (warp == kConsumers + 1) {
+    if (lane == 0) producer.run_x();
+  } else {
+    ptx::wait_for_dependencies();
+    const Finish<T> finish{.params = params,
+                           .fixed = fixed,
+                           .sums = reinterpret_cast<float*>(ring),
+                           .received = nullptr,
+                           .first = first,
+                           .row0 = 0,
+                           .rows = static_cast<int>(p.M),
+                           .scale = own.scale,
+                           .bias = own.bias};
+    finish.bring_factors(up_first);
+    const int group = warp / 4;
+    Sums sums = {};
+    RingPlace place;
+#pragma unroll 1
+    for (int i = 0; i < params.steps; ++i, place.advance(1, params.stages)) {
+      Sums part;
+      ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
+      multiply<kTerms>(params, ring + place.stage * params.stage_bytes, group, part);
+      ptx::wgmma_wait<0>();
+      ptx::hold_registers(part);
+      __syncwarp();
+      if (lane == 0) ptx::mbarrier_arrive(&fixed.empty[place.stage]);
+#pragma unroll
+      for (int j = 0; j < kCols / 2; ++j) sums[j / 4][j % 4] += part[j / 4][j % 4];
+    }
+    ptx::named_barrier_sync(1, kConsumerThreads);  // every consumer has read its last stage
+    keep<T>(finish, sums, group);
+    ptx::named_barrier_sync(1, kConsumerThreads);  // the block's sums are whole
+    finish.store();
+  }
+#endif
+}
+
+// ---- Launch -------------------------------------------------------------------------------------
+
+template <class T, int kTerms>
+void launch(const GemmParams& p, Stream stream) {
+  const int x_rows = kTerms * round_up(static_cast<int>(p.M), 8);
+  ClusterParams params{.gemm = p};
+  params.paired = is_gated(p.activation);
+  params.tile_rows = gemm_config::kWideCols;
+  params.row_groups = kSumsOfRow;
+  params.box_rows = params.tile_rows / (params.paired ? 2 : 1);
+  params.x_box = x_rows * kRowBytes;
+  params.second_term = kTerms > 1 ? params.x_box / kTerms : 0;
+  params.stage_bytes = Layout::bytes(x_rows, params.tile_rows, kSumsOfRow);
+  params.shared_bytes = kWideBytes;
+  params.steps = ceil_div(p.K, Layout::kCols);
+  params.stages = std::min(kMaxStages, (kWideBytes - kOwnBytes) / params.stage_bytes);
+  // All of the ring: H200, 64 rows of 4096 x 28672, none of it, half and so: fp8 by fp8 31.8, 30.5
+  // and 29.6 us, by bf16 34.3, 33.2 and 32.7.
+  params.prefetched = params.stages;
+  params.rows_held = round_up(static_cast<int>(p.M), 8);
+  params.rows_each = static_cast<int>(p.M);
+  params.plain = stores_vectors(p, sizeof(T));
+  params.unit = 1.0f;
+  params.x = device::matrix_map({.data = p.x.data,
+                                 .element_bytes = 1,
+                                 .rows = kTerms > 1 ? x_rows : p.M,
+                                 .cols = p.K,
+                                 .stride = p.x.stride_row},
+                                x_rows, kRowBytes, true);
+  params.weight = device::matrix_map({.data = p.weight.data,
+                                      .element_bytes = 1,
+                                      .rows = p.N,
+                                      .cols = p.K,
+                                      .stride = p.weight.stride_row},
+                                     params.box_rows, kRowBytes, true,
+                                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
+  device::launch_chained<wide_kernel<T, kTerms>>(
+      dim3(1, ceil_div(p.out_cols(), params.box_rows)), dim3(kThreads), kWideBytes, stream, params,
+      "linear: wide tiles");
+}
+
+}  // namespace
+
+void launch_wide(const GemmParams& p, Stream stream) {
+  if (p.x.whole) return launch<__nv_bfloat16, kTermsOfX>(p, stream);
+  device::dispatch_half(p.dtype, [&](auto type) {
+    launch<typename decltype(type)::type, 1>(p, stream);
+  });
+}
+
+}  // namespace ridgeline::gemm_detail
