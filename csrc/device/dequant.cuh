@@ -117,9 +117,10 @@ __device__ __forceinline__ std::uint32_t expand_int4(std::uint32_t word, int i, 
 template <class T> constexpr bool kInt4InPlace = std::is_same_v<T, __nv_bfloat16>;
 template <class T> constexpr float kInt4Unit = kInt4InPlace<T> ? 4294967296.0f : 1.0f;  // to undo
 
-/// Nibbles i and i + 4 of `word` where they lie, those of row r + 8 where i is odd.
-__device__ __forceinline__ Pair<__nv_bfloat16> int4_nibbles(std::uint32_t word, int i) {
-  return as_pair<__nv_bfloat16>((word >> i / 2 * 8) & (i % 2 == 0 ? 0x000f000fu : 0x00f000f0u));
+/// Two columns of eight in `word`, of row r or, `high`, r + 8, where they lie.
+__device__ __forceinline__ Pair<__nv_bfloat16> int4_nibbles(std::uint32_t word, int columns,
+                                                            bool high) {
+  return as_pair<__nv_bfloat16>((word >> columns * 8) & (high ? 0x00f000f0u : 0x000f000fu));
 }
 /// Such a number in units of its row: those of row r + 8 are in the high half of a byte.
 __device__ __forceinline__ Pair<__nv_bfloat16> int4_in_place(std::uint32_t value, bool high) {
@@ -137,11 +138,15 @@ struct Int4Rows {
   Pair<T> scale[2], zero[2];  // in place without zero points: -8 scales, which meet the product
 
   __device__ __forceinline__ void set(int r, T of, std::uint32_t zero_point) {
+    set(r, of, zero_point, r == 1);
+  }
+  /// Of operands whose row r is not the block's: `high` says which of the words' rows it is.
+  __device__ __forceinline__ void set(int r, T of, std::uint32_t zero_point, bool high) {
     scale[r] = Pair<T>{of, of};
     if constexpr (kInt4InPlace<T>) {
-      zero[r] = kZeros ? int4_in_place(zero_point, r == 1)
+      zero[r] = kZeros ? int4_in_place(zero_point, high)
                        : __hmul2(scale[r], as_pair<T>(0xb100b100u));  // -8 / 2^32
-      scale[r] = __hmul2(scale[r], int4_in_place_factor(r == 1));
+      scale[r] = __hmul2(scale[r], int4_in_place_factor(high));
     } else {
       zero[r] = int4_zero<T>(zero_point);
     }
@@ -149,12 +154,15 @@ struct Int4Rows {
 
   /// Nibbles i and i + 4 of `word` as weights: one rounding.
   __device__ __forceinline__ std::uint32_t expand(std::uint32_t word, int i) const {
+    return expand(word, i, i % 2 == 1);
+  }
+  __device__ __forceinline__ std::uint32_t expand(std::uint32_t word, int i, bool high) const {
     if constexpr (kInt4InPlace<T>) {
-      const auto nibbles = int4_nibbles(word, i);
+      const auto nibbles = int4_nibbles(word, i / 2, high);
       return as_bits(kZeros ? __hmul2(__hsub2(nibbles, zero[i % 2]), scale[i % 2])
                             : __hfma2(nibbles, scale[i % 2], zero[i % 2]));
     } else {
-      return expand_int4<T>(word, i, zero[i % 2], scale[i % 2]);
+      return expand_int4<T>(word, i / 2 * 2 + high, zero[i % 2], scale[i % 2]);
     }
   }
 };
@@ -172,11 +180,14 @@ struct Int4Differences {
     }
   }
   __device__ __forceinline__ std::uint32_t expand(std::uint32_t word, int i) const {
+    return expand(word, i, i % 2 == 1);
+  }
+  __device__ __forceinline__ std::uint32_t expand(std::uint32_t word, int i, bool high) const {
     if constexpr (kInt4InPlace<T>) {
       return as_bits(
-          __hfma2(int4_nibbles(word, i), int4_in_place_factor(i % 2 == 1), zero[i % 2]));
+          __hfma2(int4_nibbles(word, i / 2, high), int4_in_place_factor(high), zero[i % 2]));
     } else {
-      return expand_int4<T>(word, i, zero[i % 2]);
+      return expand_int4<T>(word, i / 2 * 2 + high, zero[i % 2]);
     }
   }
 };

@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   }
 
   if (threadIdx.x >= Tile::kMultipliers) {
-    if constexpr (Tile::kConsumers == 2) ptx::release_registers<Tile::kFewRegisters>();
+    if constexpr (Tile::kConsumers > 1) ptx::release_registers<Tile::kFewRegisters>();
     const int thread = static_cast<int>(threadIdx.x) - Tile::kMultipliers;
     Plan first{};
     if constexpr (Tile::kPlansAhead) first = plan_first<Tile>(launch);
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       if (thread / device::kWarpSize == kPlanner) return plan<Tile>(launch, shared);
     produce<Tile>(launch, shared, first, thread);
   } else {
-    if constexpr (Tile::kConsumers == 2) ptx::take_registers<Tile::kManyRegisters>();
+    if constexpr (Tile::kConsumers > 1) ptx::take_registers<Tile::kManyRegisters>();
     if constexpr (Tile::kPlansAhead) {
       if (device::warp_index() == 0) fill_tables<Tile>(launch, shared);
       ptx::named_barrier_sync(kConsumersBarrier, Tile::kMultipliers);  // the tables are there
@@ -148,6 +149,10 @@ std::size_t table_bytes(const GroupedGemmParams& params) {
   return 2 * (params.experts + 1) * sizeof(std::int32_t);
 }
 
+/// The ring's, which those who bring rows of x and those who multiply wait for by turns.
+template <class Tile>
+constexpr int kFewestStages = Tile::kSome ? CopiedRows::kBehind + 2 : 2;
+
 constexpr int kManyRows = 256;  // of a tile, at most
 
 std::int64_t mean_rows(const GroupedGemmParams& params) {
@@ -176,22 +181,21 @@ std::int64_t shape_ring(Launch& launch) {
   const GemmParams& p = launch.grouped.gemm;
   const int sms = device::multiprocessors();
   launch.row_tile = Tile::kRows;
-  if (Tile::kShaped && Tile::kRows <= 32 && p.M < Tile::kRows)
-    launch.row_tile = round_up(static_cast<int>(p.M), 8);
-  if (Tile::kRows > 32 && !Tile::kSegments)
+  if (!Tile::kInOrder && p.M < Tile::kRows)
+    launch.row_tile = round_up(static_cast<int>(p.M), Tile::kSome ? box_rows_of<Tile>(0) : 8);
+  if (Tile::kInOrder && !Tile::kSegments)
     launch.row_tile = row_tile_for(launch.grouped, launch.columns);
   // Of g experts with rows, each has a tile for its first row; the others fill tiles of row_tile.
   const std::int64_t groups = std::min<std::int64_t>(p.M, launch.grouped.experts);
   const std::int64_t most = std::max<std::int64_t>(
       1, (groups + (p.M - groups) / launch.row_tile) * launch.columns);
-  launch.stage_bytes = stage_bytes_of<Tile>(launch.row_tile);
-  launch.stages = kStagesFixed<Tile>;
-  if (Tile::kShaped) {
-    const bool alone = most <= sms || Tile::kBlocksPerSm == 1;
-    const auto fixed = static_cast<int>(sizeof(Shared<Tile>) + table_bytes(launch.grouped));
-    launch.stages = std::min(alone ? kMaxStages : kStagesOfTwo,
-                             ((alone ? 227 : 113) * 1024 - fixed) / launch.stage_bytes);
-  }
+  launch.stage_bytes = stage_bytes_of<Tile>(launch.row_tile, launch.groups);
+  const bool alone = most <= sms || Tile::kBlocksPerSm == 1;
+  const auto fixed = static_cast<int>(sizeof(Shared<Tile>) + table_bytes(launch.grouped));
+  launch.stages = std::min(alone ? kMaxStages : kStagesOfTwo,
+                           ((alone ? 227 : 113) * 1024 - fixed) / launch.stage_bytes);
+  check(launch.stages >= kFewestStages<Tile>, "grouped_linear: a ring of ", launch.stages,
+        " stages");
   launch.ring_bytes = launch.stages * launch.stage_bytes;
   return std::min<std::int64_t>(most, sms * Tile::kBlocksPerSm);
 }
@@ -203,6 +207,7 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
                 .weight = weight_map<Tile>(params),
                 .columns = ceil_div(p.N, Tile::kCols),
                 .steps = ceil_div(p.K, Tile::kDepth)};
+  if (Tile::kSome && !Tile::kInt4) launch.steps = round_up(launch.steps, 2);
   const void* x = p.x.data;
   std::int64_t x_rows = params.x_rows, x_stride = p.x.stride_row;
   if (sm90_workspace_bytes(params) > 0) {
@@ -217,24 +222,70 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
   if (launch.in_order)
     launch.x = device::matrix_map(
         {x, static_cast<int>(sizeof(typename Tile::X)), x_rows, p.K, x_stride},
-        std::min(launch.row_tile, kPieceRows), Tile::kBoxDepth, true);
+        box_rows_of<Tile>(launch.row_tile), Tile::kBoxDepth, true);
   device::launch_chained<grouped_sm90_kernel<Tile>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads),
       sizeof(Shared<Tile>) + launch.ring_bytes + table_bytes(params), stream, launch,
       "grouped_linear");
 }
 
-/// Up to so many rows an expert tiles are of 32 rows by 64 weight rows, or by 128 of weights that
-/// are expanded: four warps a scheduler hide some of that. H200, us, one token of top 2 in 8
-/// experts of 4096 x 28672: int4 124 and 71, fp8 84 and 68; 32 tokens of top 8 in 128 of 2048 x
-/// 1536: 193 and 97, 114 and 93; but two experts of 14336 x 4096, too few tiles: int4 58 and 69.
+/// Up to so many rows an expert tiles are of 32 rows by 64 weight rows, or by 128 of fp8 that is
+/// expanded: four warps a scheduler hide some of that. H200, us, one token of top 2 in 8 experts of
+/// 4096 x 28672: fp8 84 and 68; 32 tokens of top 8 in 128 of 2048 x 1536: 114 and 93.
 constexpr std::int64_t kFewRows = 20;
 
-/// Few rows of int4 are multiplied in another order than many.
+/// Up to so many, weights that are expanded are multiplied by four warpgroups, a tile of 256 weight
+/// rows, which ask for x once: H200, us, by tiles of many and so, int4 of 4096 x 28672, top 2 of 8
+/// experts, 128, 256 and 384 tokens 419 and 225, 471 and 292, 536 and 544. Tiles of 128 weight
+/// rows, two blocks an SM: 258 and, of 64 rows of x, 424.
+constexpr std::int64_t kMostSomeRows = 80;
+
+bool is_int4(const GroupedGemmParams& params) {
+  return params.gemm.weight.format == WeightFormat::kInt4;
+}
+
 bool has_few_rows(const GroupedGemmParams& params) {
+  return !is_int4(params) && mean_rows(params) <= kFewRows;
+}
+
+/// Whether tiles are of some rows. Those of int4 are multiplied in another order than many.
+bool has_some_rows(const GroupedGemmParams& params) {
   const GemmParams& p = params.gemm;
-  const bool one_order = p.weight.format == WeightFormat::kInt4 && p.batch_invariant;
-  return mean_rows(params) <= kFewRows && !one_order;
+  const std::int64_t mean = mean_rows(params);
+  if (mean > kMostSomeRows) return false;
+  if (is_int4(params)) return !p.batch_invariant;
+  return p.weight.format == WeightFormat::kFp8 && p.x.dtype != DType::kFloat8E4M3 &&
+         mean > kFewRows;
+}
+
+template <class T, WeightFormat kFormat, int kRows, Int4As kAs>
+void launch_some_of(const GroupedGemmParams& params, Stream stream) {
+  if constexpr (kFormat == WeightFormat::kInt4)
+    if (is_gated(params.gemm.activation))
+      return launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, true}>>(params, stream);
+  launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, false}>>(params, stream);
+}
+
+/// Tiles of as many rows as nearly all experts have, where rows are dealt at random. A kernel each:
+/// where one had several loops ptxas had no registers for wgmma that run while others are prepared.
+template <class T, WeightFormat kFormat>
+void launch_some(const GroupedGemmParams& params, Stream stream) {
+  const GemmParams& p = params.gemm;
+  const auto mean = static_cast<float>(mean_rows(params));
+  const float most = std::min(mean + 2 * std::sqrt(mean), static_cast<float>(p.M));
+  if constexpr (kFormat == WeightFormat::kInt4) {
+    constexpr int kStageCols = 128;
+    const bool whole = p.weight.group % kStageCols == 0 || p.weight.group >= p.K;
+    if (most <= 16 && whole)
+      return launch_some_of<T, kFormat, 16, Int4As::kDifferences>(params, stream);
+    if (most <= 32 && whole)
+      return launch_some_of<T, kFormat, 32, Int4As::kDifferences>(params, stream);
+    if (most <= 32) return launch_some_of<T, kFormat, 32, Int4As::kAny>(params, stream);
+    if (!whole || p.weight.zeros)
+      return launch_some_of<T, kFormat, 64, Int4As::kAny>(params, stream);
+  }
+  if (most <= 64) return launch_some_of<T, kFormat, 64, Int4As::kScaled>(params, stream);
+  launch_some_of<T, kFormat, 80, Int4As::kScaled>(params, stream);
 }
 
 template <class T, class X, WeightFormat kFormat>
@@ -243,8 +294,11 @@ void launch_x(const GroupedGemmParams& params, Stream stream) {
     if (params.segments > 1) return launch_tiles<Tile<T, X, kFormat, 2, 192>>(params, stream);
   if (is_for_digits(params)) return launch_digits(params, stream);
   if (is_for_strips(params)) return launch_expert_strips(params, stream);
-  if (has_few_rows(params))
-    return launch_tiles<Tile<T, X, kFormat, expands<X>(kFormat) ? 2 : 1, 32>>(params, stream);
+  if constexpr (expands<X>(kFormat))
+    if (has_some_rows(params)) return launch_some<T, kFormat>(params, stream);
+  if constexpr (kFormat != WeightFormat::kInt4)
+    if (has_few_rows(params))
+      return launch_tiles<Tile<T, X, kFormat, expands<X>(kFormat) ? 2 : 1, 32>>(params, stream);
   launch_tiles<Tile<T, X, kFormat, 2, kManyRows>>(params, stream);
 }
 
@@ -281,7 +335,7 @@ bool runs_on_wgmma(const GroupedGemmParams& params) {
 }
 
 std::size_t sm90_workspace_bytes(const GroupedGemmParams& params) {
-  if (params.rows == nullptr || has_few_rows(params)) return 0;
+  if (params.rows == nullptr || has_few_rows(params) || has_some_rows(params)) return 0;
   return static_cast<std::size_t>(params.gemm.M * params.gemm.K) * size_of(params.gemm.x.dtype);
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <cuda.h>
 
+#include "device/dequant.cuh"
 #include "device/ptx/async_copy.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "kernels/gemm_grouped_launch.cuh"
@@ -17,7 +18,7 @@ constexpr int kSteps = 4;       // of a stage's columns of K, the depth of one w
 constexpr int kStepBytes = 32;  // of x
 constexpr int kVector = 16;                      // bytes of one copy of x
 constexpr int kVectors = kRowBytes / kVector;    // of a row of x in a stage
-constexpr int kPieceRows = 64;  // rows of x that are multiplied whole, and go to y at a time
+constexpr int kPieceRows = 64;  // rows of x that tiles of many multiply whole
 
 /// Whether wgmma meets the weight as 16-bit floats that it is not.
 template <class X>
@@ -25,9 +26,20 @@ constexpr bool expands(WeightFormat format) {
   return format != WeightFormat::kDense && sizeof(X) != 1;
 }
 
-/// kConsumers_ warpgroups of 64 weight rows each by up to kRows_ rows of x. X: T, or std::uint8_t,
-/// which stands for e4m3.
-template <class T_, class X_, WeightFormat kFormat_, int kConsumers_, int kRows_>
+/// What int4 is multiplied as: differences to the zero point, whose sums are scaled; or scaled
+/// weights, of one scale a stage and without zero points, or of any.
+enum class Int4As { kDifferences, kScaled, kAny };
+
+/// How int4 meets some rows of x.
+struct Int4Way {
+  Int4As as = Int4As::kAny;
+  bool gated = false;
+};
+
+/// kConsumers_ warpgroups of 64 weight rows each by up to kRows_ rows of x: of few rows one or two,
+/// of some four, of many two. X: T, or std::uint8_t, which stands for e4m3.
+template <class T_, class X_, WeightFormat kFormat_, int kConsumers_, int kRows_,
+          Int4Way kWay_ = Int4Way{}>
 struct Tile {
   using T = T_;
   using X = X_;
@@ -35,54 +47,59 @@ struct Tile {
   static constexpr WeightFormat kFormat = kFormat_;
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
   static constexpr bool kExpands = expands<X>(kFormat);
+  static constexpr Int4Way kWay = kWay_;
   static constexpr int kConsumers = kConsumers_, kRows = kRows_;
-  // Boxes of 128 bytes of each row of x in a stage: two of int4 by few rows, which then waits and
+  static constexpr bool kSome = kConsumers == 4;
+  // Whether x always comes by the copy engine, so that one thread requests all.
+  static constexpr bool kInOrder = kRows > 32 && !kSome;
+  static constexpr int kPiece = kInOrder ? 64 : 32;  // rows that go to y at a time
+  // Boxes of 128 bytes of each row of x in a stage: two of int4 by some rows, which then waits and
   // fetches scales half as often.
-  static constexpr int kBoxes = kInt4 && kRows <= 32 ? 2 : 1;
+  static constexpr int kBoxes = kInt4 && kSome ? 2 : 1;
   static constexpr int kBoxDepth = kRowBytes / static_cast<int>(sizeof(X));  // columns of K
   static constexpr int kDepth = kBoxes * kBoxDepth;                          // of a stage
   static constexpr int kScaleSets = 2 * kBoxes;  // of int4: one for 32 columns
   static constexpr int kCols = kConsumers * kWarpgroupRows;
   static constexpr int kMultipliers = kConsumers * kWarpgroup;  // threads
   // Arrivals that give a stage back: of warps, where each multiplies for itself.
-  static constexpr int kReleases = kInt4 && kRows_ <= 32 ? 4 * kConsumers : kConsumers;
+  static constexpr int kReleases = kSome ? 4 * kConsumers : kConsumers;
   static constexpr int kProducers = kWarpgroup;
   // Where a stage takes less time to multiply than to request, warps request stages by turns.
-  static constexpr int kTurns = kRows <= 32 ? kProducers / device::kWarpSize : 1;
+  static constexpr int kTurns = kRows <= 32 && !kSome ? kProducers / device::kWarpSize : 1;
   static constexpr int kTeam = kProducers / kTurns;  // threads that may copy rows to a stage
   static constexpr int kThreads = kMultipliers + kProducers;
-  static constexpr int kBlocksPerSm = kRows <= 32 ? 2 : 1;
+  static constexpr int kBlocksPerSm = kRows <= 32 && !kSome ? 2 : 1;
   // Twice the sums are kept: of a segment of K, and of those before it.
   static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == 192;
-  // Whether x always comes by the copy engine, so that one thread requests all.
-  static constexpr bool kInOrder = kRows > 32;
-  // A thread's, of producers and of consumers, where there are two warpgroups of those.
-  static constexpr int kFewRegisters =
-      kBlocksPerSm == 2 ? (kInt4 ? 56 : 48) : kInOrder ? 40 : 88;
-  static constexpr int kManyRegisters =
-      kBlocksPerSm == 2 ? (kInt4 ? 88 : 96) : kInOrder ? 232 : 208;
+  // A thread's, of producers and of consumers, where there are several warpgroups of those.
+  static constexpr int kFewRegisters = kSome ? 64 : kBlocksPerSm == 2 ? 48 : 40;
+  static constexpr int kManyRegisters = kSome ? 104 : kBlocksPerSm == 2 ? 96 : 232;
   static constexpr int kWeightBytes =
       kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
   // Whether those who request find their first tile by themselves: expansion has no registers left,
   // and of many rows bf16 took 554 us for 510 so (H200, 256 tokens, 8 experts of 4096 x 28672).
   static constexpr bool kPlansAhead = kRows <= 32 && !kExpands;
-  // Whether the launch shapes the ring. Int4 has no registers left for what it would be told.
-  static constexpr bool kShaped = kRows > 32 || !kInt4;
-  static constexpr int kScaleBytes = kInt4 ? kScaleSets * (2 * kCols + round_up(kCols, 128)) : 0;
+  static constexpr float kUnit = kInt4 && kSome ? device::kInt4Unit<T> : 1.0f;  // of the sums
+  static constexpr int kScaleBytes = 4 * kCols;  // of a set of int4, whole powers of two
 };
 
 constexpr int kMaxStages = 16;
 constexpr int kStagesOfTwo = 8;  // of each of two blocks on an SM, in rings that are shaped
 
-/// Bytes of a stage with `rows` rows of x.
+/// Bytes of a stage with `rows` rows of x and so many sets of scales.
 template <class Tile>
-constexpr int stage_bytes_of(int rows) {
-  return round_up(Tile::kBoxes * rows * kRowBytes + Tile::kWeightBytes + Tile::kScaleBytes, 1024);
+constexpr int stage_bytes_of(int rows, int sets) {
+  return round_up(Tile::kBoxes * rows * kRowBytes + Tile::kWeightBytes +
+                      (Tile::kInt4 ? sets * Tile::kScaleBytes : 0),
+                  1024);
 }
 
+/// Rows of x that one request brings, of a tile's: a stage has room for whole requests.
 template <class Tile>
-constexpr int kStagesFixed = std::min(
-    kMaxStages, (Tile::kBlocksPerSm == 1 ? 200 : 86) * 1024 / stage_bytes_of<Tile>(Tile::kRows));
+__host__ __device__ constexpr int box_rows_of(int row_tile) {
+  if (!Tile::kSome) return Tile::kInOrder ? kPieceRows : row_tile;
+  return Tile::kRows <= 32 ? 16 : Tile::kRows / 2;
+}
 
 struct Launch {
   GroupedGemmParams grouped;
@@ -118,7 +135,7 @@ template <class Tile>
 struct Shared {
   using T = typename Tile::T;
 
-  alignas(1024) T out[Tile::kConsumers][std::min(Tile::kRows, kPieceRows)][kOutColumns];
+  alignas(1024) T out[Tile::kConsumers][Tile::kPiece][kOutColumns];
   float x_scale[Tile::kFp8X ? 2 : 1][Tile::kFp8X ? Tile::kRows : 1];  // of an item, by turns
   alignas(8) std::uint64_t full[kMaxStages], free[kMaxStages];
   alignas(16) std::conditional_t<Tile::kInOrder, Planned<Tile>, NotPlanned> planned;
@@ -128,25 +145,25 @@ struct Shared {
 /// A stage: x, the weight, and int4's scales and zero points.
 template <class Tile>
 struct Stage {
-  struct Scales {
-    alignas(128) typename Tile::T of[Tile::kScaleSets][Tile::kCols];  // of 32 columns of K
-    alignas(128) std::uint8_t zeros[Tile::kScaleSets][round_up(Tile::kCols, 128)];
+  struct Scales {  // of 32 columns of K, or of all
+    alignas(Tile::kScaleBytes) typename Tile::T of[Tile::kCols];
+    std::uint8_t zeros[Tile::kCols];
   };
   std::uint8_t* start;
   int row_tile;
 
+  __device__ __forceinline__ Stage(std::uint8_t* start, int row_tile)
+      : start(start), row_tile(row_tile) {}
   __device__ __forceinline__ Stage(const Launch& launch, Shared<Tile>& shared, int index)
-      : start(shared.ring +
-              index * (Tile::kShaped ? launch.stage_bytes : stage_bytes_of<Tile>(Tile::kRows))),
-        row_tile(Tile::kShaped ? launch.row_tile : Tile::kRows) {}
+      : Stage(shared.ring + index * launch.stage_bytes, launch.row_tile) {}
 
   /// Box `box` of x. wgmma's 32 rows may reach into the weight; their sums are left.
   __device__ __forceinline__ std::uint8_t* x(int box = 0) const {
     return start + box * row_tile * kRowBytes;
   }
   __device__ __forceinline__ std::uint8_t* weight() const { return x(Tile::kBoxes); }
-  __device__ __forceinline__ Scales& scales() const {
-    return *reinterpret_cast<Scales*>(weight() + Tile::kWeightBytes);
+  __device__ __forceinline__ Scales& scales(int set) const {
+    return reinterpret_cast<Scales*>(weight() + Tile::kWeightBytes)[set];
   }
 };
 
@@ -170,16 +187,10 @@ __device__ __forceinline__ Tables tables_of(const Launch& launch, Shared<Tile>& 
   return {offsets, offsets + launch.grouped.experts + 1};
 }
 
-/// Rows of x that a tile has, at most.
-template <class Tile>
-__device__ __forceinline__ int row_tile_of(const Launch& launch) {
-  return Tile::kShaped ? launch.row_tile : Tile::kRows;
-}
-
 /// One warp does it.
 template <class Tile>
 __device__ __forceinline__ void fill_tables(const Launch& launch, Shared<Tile>& shared) {
-  tables_of(launch, shared).fill(launch.grouped, row_tile_of<Tile>(launch),
+  tables_of(launch, shared).fill(launch.grouped, launch.row_tile,
                                  static_cast<int>(threadIdx.x) % device::kWarpSize);
 }
 
@@ -198,7 +209,7 @@ __device__ __forceinline__ Plan plan_first(const Launch& launch) {
   const GroupedGemmParams& p = launch.grouped;
   const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
   const int each = ceil_div(p.experts, device::kWarpSize), first = lane * each;
-  const int row_tile = row_tile_of<Tile>(launch);
+  const int row_tile = launch.row_tile;
   std::int32_t begin = offset_of(p, first);
   int tiles = 0;
 #pragma unroll 4
@@ -259,7 +270,7 @@ __device__ __forceinline__ void for_each_item(const Launch& launch, Shared<Tile>
       each = ceil_div(rows, tiles);
     }
     int first = place.m * each;
-    if constexpr (Tile::kRows > kPieceRows) {
+    if constexpr (Tile::kInOrder) {
       // Pieces are multiplied whole. Which tiles have one more changes from column to column: a
       // block that takes every 132nd tile would have them all, or none.
       const int pieces = ceil_div(rows, kPieceRows), rest = pieces % tiles;

@@ -4,20 +4,15 @@
 /// The warpgroups that multiply: tile after tile.
 namespace ridgeline::gemm_grouped {
 
-/// Products of the block's tiles of few rows.
+/// Products of the block's tiles, but those of many rows.
 template <class Tile>
 __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shared) {
   const Consumer me(static_cast<int>(threadIdx.x) + kWarpgroup);
   const GemmParams& p = launch.grouped.gemm;
-  Ring ring{.stages = Tile::kShaped ? launch.stages : kStagesFixed<Tile>};
+  Ring ring{.stages = launch.stages};
   for_each_item<false>(launch, shared, Plan{}, [&](const Item& item) {
     RowFactors<typename Tile::T> factors;
-    const int row = me.warpgroup * kWarpgroupRows + me.warp * 16;
-    const int gate = (item.column * Tile::kCols + row) / 2 + me.quad;
-    const int plain = item.column * Tile::kCols + row + me.quad;
-    const bool gated = is_gated(p.activation);
-    const int n[2] = {gated ? gate : plain, gated ? gate + p.N / 2 : plain + 8};
-    factors.load(p, item.expert, n);
+    if (!Tile::kSome) load_factors<Tile>(factors, p, item, me);
     Sums<Tile> sums;
     float x_scale = 1.0f;  // of the thread's row of the tile
     if constexpr (Tile::kFp8X) {
@@ -27,6 +22,7 @@ __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shar
     multiply_rows<Tile>(launch, shared, ring, sums, item.rows, me);
     if (Tile::kFp8X && me.thread < Tile::kRows) shared.x_scale[0][me.thread] = x_scale;
     const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)) + kWarpgroup);
+    if (Tile::kSome) load_factors<Tile>(factors, p, item, here);  // no registers to keep them in
     store_tile<Tile>(launch, shared, item, sums, shared.x_scale[0], factors, here);
   });
 }

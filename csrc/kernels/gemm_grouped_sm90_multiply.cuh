@@ -5,7 +5,7 @@
 #include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_registers.cuh"
 #include "device/ptx/wgmma_shared_wide.cuh"
-#include "kernels/gemm_grouped_sm90_expand.cuh"
+#include "kernels/gemm_grouped_sm90_int4.cuh"
 
 /// How a tile's stages become sums, which lie with weight rows as rows.
 namespace ridgeline::gemm_grouped {
@@ -86,6 +86,34 @@ __device__ __forceinline__ void multiply_stages(const Launch& launch, Shared<Til
 #pragma unroll
   for (auto& piece : sums) ptx::hold_registers(piece);
   release(before);
+}
+
+/// fp8 by some rows of x: as multiply_stages, two by two, of which launch.steps is a multiple.
+template <class Tile>
+__device__ __forceinline__ void multiply_pairs(const StageWalk<Tile>& walk, Sums<Tile>& all,
+                                               const Consumer& me) {
+  auto& sums = reinterpret_cast<float(&)[Tile::kRows / 8][4]>(all);
+  Weights<Tile> weights{.shared = walk.shared, .launch = walk.launch, .me = me};
+  BoxFragments a[2];
+  int last = -1;  // stage whose product still runs
+#pragma unroll 1
+  for (int k = 0; k < walk.launch.steps; k += 2) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const Stage<Tile> stage = walk.wait();
+      const int s = walk.ring.stage;
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) weights.expand(a[i][step], s, step);
+      multiply_box<typename Tile::T, Tile::kRows>(sums, a[i], stage.x(), true);
+      ptx::wgmma_wait<1>();
+      if (last >= 0) walk.release(last);
+      last = s;
+      walk.ring.next();
+    }
+  }
+  ptx::wgmma_wait<0>();
+  ptx::hold_registers(sums);
+  walk.release(last);
 }
 
 constexpr int kInFlight = 2;  // steps that are multiplied while others are expanded
@@ -206,7 +234,7 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
     for (; k + kAddEvery <= launch.steps; k += kAddEvery)
       multiply_codes<Tile, kN, kAddEvery>(launch, shared, ring, sums, me);
     if (k < launch.steps) multiply_codes<Tile, kN, 1>(launch, shared, ring, sums, me);
-  } else if constexpr (Tile::kExpands && Tile::kRows > kPieceRows) {
+  } else if constexpr (Tile::kExpands && Tile::kInOrder) {
     multiply_expanded<Tile, kN>(launch, shared, ring, sums, me);
   } else {
     multiply_stages<Tile, kN>(launch, shared, ring, sums, me, launch.steps);
@@ -251,17 +279,15 @@ __device__ __forceinline__ void multiply_rows(const Launch& launch, Shared<Tile>
                                               int rows, const Consumer& me) {
   if constexpr (Tile::kSegments) {
     multiply_segments<Tile>(launch, shared, ring, sums, me);
-  } else if constexpr (Tile::kRows == 32) {
+  } else if constexpr (Tile::kSome && Tile::kInt4) {
     clear<Tile>(sums);
-    if constexpr (!Tile::kInt4) {
-      multiply_tile<Tile, 32>(launch, shared, ring, sums, me);
-    } else if (rows <= 8) {
-      multiply_int4<Tile, 1>(launch, shared, ring, sums, me);
-    } else if (rows <= 16) {
-      multiply_int4<Tile, 2>(launch, shared, ring, sums, me);
-    } else {
-      multiply_int4<Tile, 4>(launch, shared, ring, sums, me);
-    }
+    multiply_int4<Tile>({launch, shared, ring}, sums, me);
+  } else if constexpr (Tile::kSome) {
+    clear<Tile>(sums);
+    multiply_pairs<Tile>({launch, shared, ring}, sums, me);
+  } else if constexpr (!Tile::kInOrder) {
+    clear<Tile>(sums);
+    multiply_tile<Tile, Tile::kRows>(launch, shared, ring, sums, me);
   } else {
     clear<Tile>(sums);
     switch (ceil_div(rows, kPieceRows)) {

@@ -16,9 +16,7 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
                                         const Item& item, int k, int stage) {
   std::uint64_t* full = &shared.full[stage];
   const Stage<Tile> to(launch, shared, stage);
-  const int box_rows = Tile::kShaped && Tile::kRows <= kPieceRows
-                           ? launch.row_tile
-                           : std::min(Tile::kRows, kPieceRows);
+  const int box_rows = box_rows_of<Tile>(launch.row_tile);
   const int boxes = launch.in_order ? ceil_div(item.rows, box_rows) : 0;
   const int bytes = Tile::kWeightBytes + boxes * Tile::kBoxes * box_rows * kRowBytes;
   ptx::mbarrier_expect(full, bytes);
@@ -44,16 +42,43 @@ __device__ __forceinline__ void request_scales(const Launch& launch, Shared<Tile
                                                const Item& item, int k, int stage) {
   const GemmParams& p = launch.grouped.gemm;
   std::uint64_t* full = &shared.full[stage];
-  auto& scales = Stage<Tile>(launch, shared, stage).scales();
+  const Stage<Tile> to(launch, shared, stage);
   ptx::mbarrier_expect(full, launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2));
   const int first = item.column * (is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols);
   for (int i = 0; i < launch.groups; ++i) {
     const int group = (k * Tile::kDepth + i * 32) / p.weight.group;
-    ptx::copy_tensor_4d(scales.of[i], &launch.scales, full, first, 0, group, item.expert);
+    ptx::copy_tensor_4d(to.scales(i).of, &launch.scales, full, first, 0, group, item.expert);
     if (p.weight.zeros)
-      ptx::copy_tensor_4d(scales.zeros[i], &launch.zeros, full, first, 0, group, item.expert);
+      ptx::copy_tensor_4d(to.scales(i).zeros, &launch.zeros, full, first, 0, group, item.expert);
   }
 }
+
+/// A thread's rows of x on their way to stages. It arrives for a stage kBehind stages later, when
+/// its copies are there and the tensor cores may see them: consumers that saw to that themselves
+/// did so sixteen warps at every stage. The ring has two stages more at least, since they give a
+/// stage back when the next one is there.
+struct CopiedRows {
+  static constexpr int kBehind = 2;
+  std::uint64_t* full;
+  int last[kBehind] = {-1, -1};
+
+  __device__ __forceinline__ void arrive(int stage) const {
+    ptx::fence_async_shared();
+    ptx::mbarrier_arrive(&full[stage]);
+  }
+  __device__ __forceinline__ void issued(int stage) {
+    ptx::commit_copies();
+    ptx::wait_copies<kBehind>();
+    if (last[0] >= 0) arrive(last[0]);
+    last[0] = last[1], last[1] = stage;
+  }
+  __device__ __forceinline__ void finish() const {
+    ptx::wait_copies<0>();
+#pragma unroll
+    for (int stage : last)
+      if (stage >= 0) arrive(stage);
+  }
+};
 
 template <class Tile>
 __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared,
@@ -68,8 +93,8 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
   const auto* base = static_cast<const char*>(p.x.data);
   if (Tile::kInOrder && thread > 0 && !(Tile::kInt4 && thread == Tile::kTeam - device::kWarpSize))
     return;
-  Ring ring{.stages = Tile::kShaped ? launch.stages : kStagesFixed<Tile>,
-            .parity = 1};  // the first wait on a fresh barrier passes
+  Ring ring{.stages = launch.stages, .parity = 1};  // the first wait on a fresh barrier passes
+  CopiedRows copied_rows{shared.full};
   for_each_item<Tile::kPlansAhead>(launch, shared, plan, [&](const Item& item) {
     std::uint32_t places[kCount];  // in units of a vector
     const int copied = Tile::kInOrder || launch.in_order ? 0 : item.rows;
@@ -107,9 +132,16 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
                              base + at * kVector, inside);
         }
       }
-      if constexpr (!Tile::kInOrder) ptx::mbarrier_arrive_after_copies(&shared.full[s]);
+      if (Tile::kSome && launch.in_order) {
+        ptx::mbarrier_arrive(&shared.full[s]);
+      } else if constexpr (Tile::kSome) {
+        copied_rows.issued(s);
+      } else if constexpr (!Tile::kInOrder) {
+        ptx::mbarrier_arrive_after_copies(&shared.full[s]);
+      }
     }
   });
+  if constexpr (Tile::kSome) copied_rows.finish();
 }
 
 // ---- Planner ------------------------------------------------------------------------------------

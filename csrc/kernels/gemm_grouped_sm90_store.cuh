@@ -30,12 +30,26 @@ struct RowFactors {
   }
 
   /// Of a sum, times the scale of its row of x.
-  template <WeightFormat kFormat>
+  template <class Tile>
   __device__ __forceinline__ float of(int r, float sum) const {
-    if constexpr (kFormat == WeightFormat::kFp8) sum = __fmul_rn(sum, scale[r]);
+    if constexpr (Tile::kFormat == WeightFormat::kFp8) sum = __fmul_rn(sum, scale[r]);
+    if constexpr (Tile::kUnit != 1.0f) sum = __fmul_rn(sum, Tile::kUnit);
     return __fadd_rn(sum, bias[r]);
   }
 };
+
+/// Of the thread's weight rows: neighbours, eight apart, or a gate and its up row.
+template <class Tile>
+__device__ __forceinline__ void load_factors(RowFactors<typename Tile::T>& factors,
+                                             const GemmParams& p, const Item& item,
+                                             const Consumer& me) {
+  const int row = me.warpgroup * kWarpgroupRows + me.warp * 16;
+  const int gate = (item.column * Tile::kCols + row) / 2 + me.quad;
+  const int plain = item.column * Tile::kCols + row + me.quad;
+  const bool gated = is_gated(p.activation);
+  const int n[2] = {gated ? gate : plain, gated ? gate + p.N / 2 : plain + 8};
+  factors.load(p, item.expert, n);
+}
 
 /// The pair of residuals in a register is added in float32, ahead of the one rounding.
 template <class T>
@@ -75,7 +89,7 @@ __device__ __forceinline__ void copy_out(T* y, std::int64_t stride, int rows,
     if (first + i * kStep < rows) *reinterpret_cast<uint4*>(y) = vectors[i];
 }
 
-/// Up to 64 rows of y from one piece of the sums, through shared memory: 64 columns, or 32 of gates
+/// Rows of y from one piece of the sums, through shared memory: 64 columns, or 32 of gates
 /// times their up rows.
 template <class Tile, int kEights>
 __device__ __forceinline__ void store_piece(const Launch& launch, Shared<Tile>& shared,
@@ -93,16 +107,16 @@ __device__ __forceinline__ void store_piece(const Launch& launch, Shared<Tile>& 
     float2 pair{sums[i][2 * r], sums[i][2 * r + 1]};
     if constexpr (Tile::kFp8X) {
       const float2 scales = *reinterpret_cast<const float2*>(
-          &x_scale[piece * kPieceRows + i * 8 + me.in_quad * 2]);
+          &x_scale[piece * Tile::kPiece + i * 8 + me.in_quad * 2]);
       pair.x = __fmul_rn(pair.x, scales.x), pair.y = __fmul_rn(pair.y, scales.y);
     }
-    return float2{factors.template of<Tile::kFormat>(r, pair.x),
-                  factors.template of<Tile::kFormat>(r, pair.y)};
+    return float2{factors.template of<Tile>(r, pair.x),
+                  factors.template of<Tile>(r, pair.y)};
   };
   const int vectors = gated ? 4 : 8, out_cols = p.out_cols(), v = me.thread % vectors;
   const int first = (item.column * Tile::kConsumers + me.warpgroup) * vectors * 8;
-  const int n = first + v * 8, rows = min(item.rows - piece * kPieceRows, kEights * 8);
-  const std::int64_t row0 = std::int64_t{item.row0} + piece * kPieceRows;
+  const int n = first + v * 8, rows = min(item.rows - piece * Tile::kPiece, kEights * 8);
+  const std::int64_t row0 = std::int64_t{item.row0} + piece * Tile::kPiece;
   const bool adds = Tile::kFormat == WeightFormat::kDense && p.residual != nullptr;
   if (adds) {  // to where the sums will lie; not gated
     const T* from = static_cast<const T*>(p.residual) + row0 * p.stride_residual + n;
@@ -154,10 +168,10 @@ __device__ __forceinline__ void store_tile(const Launch& launch, Shared<Tile>& s
                                            const float* x_scale,
                                            const RowFactors<typename Tile::T>& factors,
                                            const Consumer& me) {
-  constexpr int kPieces = ceil_div(Tile::kRows, kPieceRows);
+  constexpr int kPieces = ceil_div(Tile::kRows, Tile::kPiece);
 #pragma unroll
   for (int piece = 0; piece < kPieces; ++piece)
-    if (piece * kPieceRows < item.rows)
+    if (piece * Tile::kPiece < item.rows)
       store_piece<Tile>(launch, shared, item, piece, sums[piece], x_scale, factors, me);
 }
 

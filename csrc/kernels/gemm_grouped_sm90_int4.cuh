@@ -1,0 +1,223 @@
+#pragma once
+#include "device/dequant.cuh"
+#include "device/ptx/wgmma_few.cuh"
+#include "device/ptx/wgmma_registers_few.cuh"
+#include "kernels/gemm_grouped_sm90_expand.cuh"
+
+/// How int4 meets some rows of x: a stage has 128 columns of K, in two boxes.
+namespace ridgeline::gemm_grouped {
+
+// ---- Operands -----------------------------------------------------------------------------------
+
+using BoxFragments = Fragment[kSteps];  // 64 columns of K
+
+/// Where a lane finds its weights in a stage. Its rows lane / 4 and lane / 4 + 8 are those of a
+/// strip, or, gated, of one half of a strip of gates and of its up rows.
+template <class Tile>
+struct Int4Lane {
+  using T = typename Tile::T;
+  static constexpr int kStripBytes = Tile::kBoxes * Int4Layout::kWords * 4;
+
+  bool zeros;
+  bool high;      // gated: the rows of the strips from the eighth on
+  int words;      // bytes from a stage's weight to those of the first row
+  int columns;    // of a set of scales: the first row's
+
+  __device__ __forceinline__ Int4Lane(const Launch& launch, const Consumer& me) {
+    zeros = launch.grouped.gemm.weight.zeros != nullptr;
+    const int strip = me.warpgroup * 4 + me.warp;
+    high = strip % 2 == 1;
+    words = (Tile::kWay.gated ? strip / 2 * 2 : strip) * kStripBytes + me.lane * 16;
+    columns = strip * (Tile::kWay.gated ? 8 : 16) + me.quad;
+  }
+
+  __device__ __forceinline__ bool is_high(int r) const { return Tile::kWay.gated ? high : r == 1; }
+
+  /// Of a box, 16 columns a word.
+  struct Words {
+    uint4 of[Tile::kWay.gated ? 2 : 1];
+  };
+  __device__ __forceinline__ Words load(const Stage<Tile>& stage, int box) const {
+    Words to;
+#pragma unroll
+    for (int r = 0; r < (Tile::kWay.gated ? 2 : 1); ++r)
+      to.of[r] = *reinterpret_cast<const uint4*>(stage.weight() + words + r * kStripBytes +
+                                                 box * Int4Layout::kWords * 4);
+    return to;
+  }
+
+  __device__ __forceinline__ T scale_of(const Stage<Tile>& stage, int set, int r) const {
+    return stage.scales(set).of[columns + r * (Tile::kWay.gated ? Tile::kCols / 2 : 8)];
+  }
+  __device__ __forceinline__ std::uint32_t zero_of(const Stage<Tile>& stage, int set,
+                                                   int r) const {
+    if (!zeros) return Int4Layout::kSymmetricZero;
+    return stage.scales(set).zeros[columns + r * (Tile::kWay.gated ? Tile::kCols / 2 : 8)];
+  }
+
+  template <bool kZeros>
+  __device__ __forceinline__ device::Int4Rows<T, kZeros> rows_of(const Stage<Tile>& stage,
+                                                                 int set) const {
+    device::Int4Rows<T, kZeros> rows;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      rows.set(r, scale_of(stage, set, r), zero_of(stage, set, r), is_high(r));
+    return rows;
+  }
+
+  /// Steps [kBegin, kEnd) of a box as operands.
+  template <int kBegin = 0, int kEnd = kSteps, class Rows>
+  __device__ __forceinline__ void expand(const Words& words, const Rows& rows,
+                                         BoxFragments& to) const {
+#pragma unroll
+    for (int step = kBegin; step < kEnd; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const uint4& of = words.of[Tile::kWay.gated ? i % 2 : 0];
+        const std::uint32_t word =
+            step == 0 ? of.x : step == 1 ? of.y : step == 2 ? of.z : of.w;
+        to[step][i] = rows.expand(word, i, is_high(i % 2));
+      }
+  }
+};
+
+// ---- Products -----------------------------------------------------------------------------------
+
+/// 64 weight rows by kN rows of x by the columns of a box.
+template <class T, int kN>
+__device__ __forceinline__ void multiply_box(float (&sums)[kN / 8][4],
+                                             const BoxFragments& fragments,
+                                             const std::uint8_t* x, bool accumulate) {
+  const std::uint64_t columns = ptx::swizzled_operand(x, 16, 8 * kRowBytes);
+  ptx::hold_registers(sums);
+  ptx::wgmma_fence();
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    const std::uint64_t at = columns + step * kStepBytes / 16;
+    if constexpr (kN <= 32) {
+      ptx::WgmmaFew<kN, T>::registers(sums, fragments[step], at, accumulate || step != 0);
+    } else {
+      ptx::WgmmaRegisters<kN, T, ptx::Contiguous::kInner>::mma(sums, fragments[step], at);
+    }
+  }
+  ptx::wgmma_commit();
+}
+
+/// The stages of a tile as they come.
+template <class Tile>
+struct StageWalk {
+  const Launch& launch;
+  Shared<Tile>& shared;
+  Ring& ring;
+
+  __device__ __forceinline__ Stage<Tile> wait() const {
+    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+    return {launch, shared, ring.stage};
+  }
+  /// Gives a stage back, that every lane has read.
+  __device__ __forceinline__ void release(int stage) const {
+    __syncwarp();
+    if (threadIdx.x % device::kWarpSize == 0) ptx::mbarrier_arrive(&shared.free[stage]);
+  }
+};
+
+/// Stages that lie in one group, by up to 32 rows: what is expanded is the difference to the zero
+/// point, whose products go to registers of their own, which are scaled and added in float32. While
+/// the second box is multiplied, the first of the next stage is expanded.
+template <class Tile>
+__device__ __forceinline__ void multiply_differences(const StageWalk<Tile>& walk,
+                                                     const Int4Lane<Tile>& int4,
+                                                     float (&sums)[Tile::kRows / 8][4]) {
+  using T = typename Tile::T;
+  constexpr int kN = Tile::kRows;
+  BoxFragments a[2];
+  Stage<Tile> stage = walk.wait();
+  auto second = int4.load(stage, 1);
+  float scale[2], next_scale[2] = {};
+  device::Int4Differences<T> differences;
+  const auto take_scales = [&](float (&to)[2]) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      to[r] = device::to_float(int4.scale_of(stage, 0, r));
+      differences.set(r, int4.zero_of(stage, 0, r));
+    }
+  };
+  take_scales(scale);
+  int4.expand(int4.load(stage, 0), differences, a[0]);
+#pragma unroll 1
+  for (int k = 1; k <= walk.launch.steps; ++k) {
+    float part[kN / 8][4];
+    multiply_box<T, kN>(part, a[0], stage.x(0), false);
+    int4.expand(second, differences, a[1]);
+    multiply_box<T, kN>(part, a[1], stage.x(1), true);
+    const int last = walk.ring.stage;
+    walk.ring.next();
+    const bool more = k < walk.launch.steps;
+    typename Int4Lane<Tile>::Words first;
+    if (more) {
+      stage = walk.wait();
+      first = int4.load(stage, 0);
+      second = int4.load(stage, 1);
+      take_scales(next_scale);
+    }
+    ptx::wgmma_wait<1>();
+    if (more) int4.expand(first, differences, a[0]);
+    ptx::wgmma_wait<0>();
+    ptx::hold_registers(part);
+    walk.release(last);
+#pragma unroll
+    for (int i = 0; i < kN / 2; ++i)
+      sums[i / 4][i % 4] = fmaf(scale[i % 4 / 2], part[i / 4][i % 4], sums[i / 4][i % 4]);
+    scale[0] = next_scale[0], scale[1] = next_scale[1];
+  }
+}
+
+/// Scaled weights: the products of one box run while the operands of the other are made.
+template <class Tile>
+__device__ __forceinline__ void multiply_scaled(const StageWalk<Tile>& walk,
+                                                const Int4Lane<Tile>& int4,
+                                                float (&sums)[Tile::kRows / 8][4]) {
+  using T = typename Tile::T;
+  constexpr int kN = Tile::kRows;
+  constexpr bool kZeros = Tile::kWay.as == Int4As::kAny;
+  const int per_box = walk.launch.groups == 1 ? 0 : 2, per_half = per_box / 2;
+  BoxFragments a[2];
+  int last = -1;  // stage whose product still runs
+#pragma unroll 1
+  for (int k = 0; k < walk.launch.steps; ++k) {
+    const Stage<Tile> stage = walk.wait();
+    device::Int4Rows<T, kZeros> rows;
+    if (!kZeros) rows = int4.template rows_of<kZeros>(stage, 0);
+#pragma unroll
+    for (int box = 0; box < 2; ++box) {
+      const auto words = int4.load(stage, box);
+      if (kZeros) rows = int4.template rows_of<kZeros>(stage, box * per_box);
+      int4.template expand<0, kSteps / 2>(words, rows, a[box]);
+      if (kZeros) rows = int4.template rows_of<kZeros>(stage, box * per_box + per_half);
+      int4.template expand<kSteps / 2, kSteps>(words, rows, a[box]);
+      multiply_box<T, kN>(sums, a[box], stage.x(box), true);
+      ptx::wgmma_wait<1>();
+      if (box == 0 && last >= 0) walk.release(last);
+    }
+    last = walk.ring.stage;
+    walk.ring.next();
+  }
+  ptx::wgmma_wait<0>();
+  ptx::hold_registers(sums);
+  walk.release(last);
+}
+
+/// Sums of a tile.
+template <class Tile>
+__device__ __forceinline__ void multiply_int4(const StageWalk<Tile>& walk, Sums<Tile>& all,
+                                              const Consumer& me) {
+  auto& sums = reinterpret_cast<float(&)[Tile::kRows / 8][4]>(all);
+  const Int4Lane<Tile> int4(walk.launch, me);
+  if constexpr (Tile::kWay.as == Int4As::kDifferences) {
+    multiply_differences<Tile>(walk, int4, sums);
+  } else {
+    multiply_scaled<Tile>(walk, int4, sums);
+  }
+}
+
+}  // namespace ridgeline::gemm_grouped
