@@ -45,11 +45,12 @@ __global__ void __launch_bounds__(kStripThreads, 1)
   StripWalk walk(launch, lists + warp * launch.listed, lane);
   if (warp >= kWarps) return finish_items<T>(walk, shared.sums, sums_at, warp - kWarps);
 
-  int staging = walk.rows_together(), row = lane_row(launch, walk, staging, lane);
+  int row = lane_row(launch, walk, lane);
   ExpertRequests<kFormat> requests(params, walk, warp);
   if (lane == 0)
     for (int i = 0; i < params.stages; ++i)
       requests.next(ring + i * kChunkBytes, &shared.full[warp][i]);
+  int staging = walk.rows_together();
 
   int stage = 0, parity = 0, tile = -1, staged = 0, staged_end = -1;
   RowTile rows{};
@@ -62,7 +63,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         if (staged_end >= 0) ptx::named_barrier_sync(1, kThreads);  // every warp has read x
         if (staged_end >= 0) {
           staging = walk.rows_together();
-          row = lane_row(launch, walk, staging, lane);
+          row = lane_row(launch, walk, lane);
         }
         staged = rows.first;
         staged_end = staged + staging;

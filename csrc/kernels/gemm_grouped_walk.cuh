@@ -11,6 +11,7 @@ namespace ridgeline::gemm_grouped {
 using namespace gemm_strips;
 
 constexpr int kFinishers = 4;  // warps that add up sums, each those of an item by turns
+constexpr int kHeld = 4;       // times 32 experts that a walk has in registers
 constexpr int kStripThreads = kThreads + kFinishers * device::kWarpSize;
 
 struct StripLaunch {
@@ -84,25 +85,64 @@ struct StripWalk {
   __device__ StripWalk(const StripLaunch& launch, RowTile* list, int lane)
       : launch(launch), tiles(list) {
     const GroupedGemmParams& p = launch.grouped;
-    const auto rows_of = [&](int expert, std::int32_t& first) {
-      first = offset_of(p, expert);
-      return offset_of(p, expert + 1) - first;
-    };
-    const auto tiles_of = [&](std::int32_t rows) {
-      return rows <= launch.row_tile ? (rows > 0 ? 1 : 0) : ceil_div(rows, launch.row_tile);
-    };
-    int mine = 0;
-#pragma unroll 4
-    for (int e = lane; e < p.experts; e += device::kWarpSize) {
-      std::int32_t first;
-      mine += tiles_of(rows_of(e, first));
+    // As a rule experts have a tile or none, and are few enough for registers: one trip to memory.
+    std::int32_t held_first[kHeld], held_rows[kHeld], held_tiles = 0;
+    bool several = p.experts > kHeld * device::kWarpSize;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i)
+      held_rows[i] = rows_of(i * device::kWarpSize + lane, held_first[i]);
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      several |= held_rows[i] > launch.row_tile;
+      held_tiles += device::count_lanes(held_rows[i] > 0);
     }
-    const int all = device::warp_sum(mine) * launch.items;
+    several = device::any_lane(several);
+    if (several) held_tiles = count_tiles(lane);
+    const int all = held_tiles * launch.items;
     const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
     const int share = launch.by_blocks.divide(all), rest = all - share * blocks;
     const int first = block * share + min(block, rest), count = share + (block < rest ? 1 : 0);
     const int first_tile = launch.by_items.divide(first);
     const int end_tile = launch.by_items.divide(first + count + launch.items - 1);
+    if (several) {
+      list_tiles(list, first_tile, end_tile, lane);
+    } else {
+      int at = -first_tile;  // of these 32 experts' first tile
+#pragma unroll
+      for (int i = 0; i < kHeld; ++i) {
+        const bool any = held_rows[i] > 0;
+        const int mine = at + device::count_lanes_before(any);
+        if (any && mine >= 0 && mine < end_tile - first_tile)
+          list[mine] = {i * device::kWarpSize + lane, held_first[i], held_rows[i]};
+        at += device::count_lanes(any);
+      }
+    }
+    __syncwarp();  // the list is whole
+    strips = count * launch.paired;
+    item = first - first_tile * launch.items;
+  }
+
+  __device__ std::int32_t rows_of(int expert, std::int32_t& first) const {
+    first = offset_of(launch.grouped, expert);
+    return offset_of(launch.grouped, expert + 1) - first;
+  }
+  __device__ int tiles_of(std::int32_t rows) const {
+    return rows <= launch.row_tile ? (rows > 0 ? 1 : 0) : ceil_div(rows, launch.row_tile);
+  }
+
+  /// The tiles of all experts.
+  __device__ int count_tiles(int lane) const {
+    int mine = 0;
+#pragma unroll 4
+    for (int e = lane; e < launch.grouped.experts; e += device::kWarpSize) {
+      std::int32_t first;
+      mine += tiles_of(rows_of(e, first));
+    }
+    return device::warp_sum(mine);
+  }
+
+  /// Tiles [first_tile, end_tile) of all.
+  __device__ void list_tiles(RowTile* list, int first_tile, int end_tile, int lane) const {
     int start = 0;  // the first tile of these 32 experts
     for (int e = lane; start < end_tile; e += device::kWarpSize) {
       std::int32_t row;
@@ -117,9 +157,6 @@ struct StripWalk {
         list[at + t] = {e, row + t * dealt, min(dealt, rows - t * dealt)};
       start += alone ? device::count_lanes(of_expert > 0) : device::warp_sum(of_expert);
     }
-    __syncwarp();  // the list is whole
-    strips = count * launch.paired;
-    item = first - first_tile * launch.items;
   }
 
   __device__ RowTile rows() const { return tiles[tile]; }
@@ -153,12 +190,13 @@ struct StripWalk {
   }
 };
 
-/// The row of x that the lane's of `count` rows of y from the walk's tile on is made of; it is
-/// asked for ahead of the weights, which take longer.
-__device__ __forceinline__ int lane_row(const StripLaunch& launch, const StripWalk& walk, int count,
+/// The row of x that the lane's of the rows of y from the walk's tile on is made of; it is asked
+/// for ahead of the weights, which take longer.
+__device__ __forceinline__ int lane_row(const StripLaunch& launch, const StripWalk& walk,
                                         int lane) {
-  if (count == 0) return 0;
-  return static_cast<int>(row_of_x(launch.grouped, walk.rows().first + min(lane, count - 1)));
+  if (walk.strips == 0) return 0;
+  const auto last = static_cast<std::int32_t>(launch.grouped.gemm.M) - 1;
+  return static_cast<int>(row_of_x(launch.grouped, min(walk.rows().first + lane, last)));
 }
 
 /// Chunks that one warp takes: kWarps apart over all strips of the block. `chunk` is of the walk's
