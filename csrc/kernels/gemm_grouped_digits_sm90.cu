@@ -82,8 +82,10 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     }
     const int item = strip >> (launch.paired - 1), turn = chunk;
     if (chunk >= digits.chunks) {  // of others' columns alone
-      barriers.sums.wait_free(item);
-      barriers.sums.arrive_done(item, lane);
+      if (launch.all_wait) {
+        barriers.sums.wait_free(item);
+        barriers.sums.arrive_done(item, lane);
+      }
       continue;
     }
     float* mine = sums_of(sums_at, launch, strip) + warp * each;
@@ -187,6 +189,7 @@ Sizes sizes_of(const GroupedGemmParams& params) {
                      .chunks = ceil_div(p.K, kChunkCols),
                      .by_blocks = device::Divisor::of(device::multiprocessors()),
                      .by_items = device::Divisor::of(p.N / kStripRows / paired)};
+  launch.all_wait = all_wait(launch.chunks, paired);
   const auto fixed = [&](int rows) {
     const int blocks = launch.chunks * kChunkBlocks;
     launch.row_tile = rows;

@@ -77,8 +77,10 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     }
     const int item = strip >> (launch.paired - 1);
     if (chunk >= launch.chunks) {  // of others' columns alone
-      shared.sums.wait_free(item);
-      shared.sums.arrive_done(item, lane);
+      if (launch.all_wait) {
+        shared.sums.wait_free(item);
+        shared.sums.arrive_done(item, lane);
+      }
       continue;
     }
     float* mine = sums_of(sums_at, launch, strip) + warp * each;
@@ -179,6 +181,7 @@ Sizes sizes_of(const GroupedGemmParams& params) {
                                                  : kChunkCols<WeightFormat::kDense>),
                      .by_blocks = device::Divisor::of(blocks),
                      .by_items = device::Divisor::of(p.N / kStripRows / paired)};
+  launch.all_wait = all_wait(launch.chunks, paired);
   // Rows of x start in different banks: 16 bytes apart for ldmatrix, 32 for two words a thread.
   const int pitch = round_up(p.K, kPieceCols) * 2 + (fp8 ? 32 : 16);
   const auto fixed = [&](int rows) {
