@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     }
     if constexpr (Tile::kInOrder)
       for (int i = 0; i < 2; ++i) {
-        ptx::mbarrier_init(&shared.planned.full[i], device::kWarpSize);
+        ptx::mbarrier_init(&shared.planned.full[i], 2 * device::kWarpSize);
         ptx::mbarrier_init(&shared.planned.free[i], Tile::kMultipliers);
       }
     ptx::fence_mbarrier_init();
