@@ -1,0 +1,78 @@
+"""Products of experts: against each expert's own product, where Hopper's kernels have edges."""
+
+import pytest
+import torch
+
+from ridgeline import ops
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def check(kind: str, counts: list[int], N: int, K: int, gated: bool, device: str) -> None:
+    """`counts`: the rows of each expert. Rows are gathered; three belong to no expert."""
+    experts, M = len(counts), sum(counts)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(experts * N, K, generator=generator) / K**0.5
+    x = torch.randn(M, K, generator=generator)
+    rows = torch.randperm(M, generator=generator).to(device, torch.int32)
+    rows = torch.cat([rows, rows.new_zeros(3)])
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+    weight, x = weight.to(device, torch.bfloat16), x.to(device, torch.bfloat16)
+    activation = "silu_mul" if gated else None
+    if kind == "dense":
+        stacked, dense, meant = weight.view(experts, N, K), weight.float(), x.float()
+        out = ops.grouped_linear(x, stacked, offsets, rows=rows, activation=activation)
+    elif kind == "int4":
+        packed = ops.pack_int4(weight)
+        dense, meant = packed.dequantize().float(), x.float()
+        of_experts = ops.Int4Experts.from_rows(packed, experts)
+        out = ops.grouped_int4_linear(x, of_experts, offsets, rows=rows, activation=activation)
+    else:
+        codes, scale = ops.quantize_fp8(weight, "row")
+        dense, meant, x_scale = codes.float() * scale.view(-1, 1), x.float(), None
+        if kind == "fp8_fp8":
+            x, x_scale = ops.quantize_fp8(x, "row")
+            meant = x.float() * x_scale.view(-1, 1)
+        out = ops.grouped_fp8_linear(
+            x,
+            codes.view(experts, N, K),
+            scale.view(experts, N),
+            offsets,
+            rows=rows,
+            x_scale=x_scale,
+            out_dtype=torch.bfloat16,
+            activation=activation,
+        )
+    expected = [
+        meant[rows[start:end].long()] @ of_expert.T
+        for start, end, of_expert in zip(
+            offsets[:-1].tolist(), offsets[1:].tolist(), dense.view(experts, N, K), strict=True
+        )
+    ]
+    sums = torch.cat(expected)
+    if gated:
+        gate, up = sums.chunk(2, dim=-1)
+        sums = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(out[:M].float(), sums, rtol=2e-2, atol=2e-2)
+    assert not out[M:].any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
+def test_many_rows_end_anywhere_in_a_tile(kind: str, gated: bool, device: str) -> None:
+    """y goes 32 rows at a time, or 64 of gated outputs; the last tile of columns is not whole."""
+    check(
+        kind, [300, 0, 1, 31, 32, 33, 63, 64, 65, 129, 255, 256, 257, 97], 288, 384, gated, device
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
+@pytest.mark.parametrize("experts", [9, 128, 150])
+def test_few_rows_of_any_experts(experts: int, kind: str, device: str) -> None:
+    """Up to 128 experts of a tile at most each are found in registers, others by a longer way."""
+    for crowd in (1, 17):  # one tile of an expert, or several
+        counts = [e % 3 % 2 for e in range(experts)]
+        counts[experts // 2] = crowd
+        check(kind, counts, 64, 2048, False, device)
