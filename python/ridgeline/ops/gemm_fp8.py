@@ -34,7 +34,10 @@ def fp8_linear(
     Args:
         x: ``[..., K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded to
             that dtype, exactly (on Hopper up to 8 rows bfloat16 is kept as float16 in a power of
-            two that 256 columns share: what is far smaller than its neighbours is rounded); or
+            two that 256 columns share: what is far smaller than its neighbours is rounded; 33 to
+            64 rows by 26657 to 29568 columns are multiplied as two float8 terms in a power of two
+            that a row shares: what is below 1/896 of its largest is rounded by up to 2^-17 of
+            that, and sums of 128 columns keep 14 bits); or
             float8_e4m3fn with ``x_scale``: both are expanded, exactly, or,
             on Hopper with more than 8 rows, multiplied as they are: the tensor cores keep 14 bits
             of a sum of 128 columns (256 of more than 64 rows without scales of columns), which is
