@@ -440,6 +440,15 @@ def test_few_short_sequences_equal_each_alone(batch: int, dim: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads, lengths", [(96, [300, 1]), (72, [385, 1])])
+def test_short_sequences_of_many_heads_equal_each_alone(heads: int, lengths: list[int]) -> None:
+    """More heads than items are wanted, and still more than one item a sequence."""
+    paged = Paged("cuda", lengths, 64, math.nan, 128, kv_heads=heads)
+    q = normal("cuda", len(lengths), heads, 128)
+    paged.check(q, list(range(len(lengths) + 1)), paged.run(q))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("q_len", [1, 4])
 def test_shared_keys_are_the_same_keys(q_len: int) -> None:
     """Read once or by each sequence: the same up to rounding; alone with one neighbour or many, and
@@ -533,6 +542,9 @@ def test_workspace_grows_with_rows_and_splits_only() -> None:
     assert size(batch=3) == 3 * size()
     assert size(max_q=16) == 16 * size()
     assert size(max_q=8192) == size(max_q=16) + 16, "prefill rows need none, their queue 16 bytes"
+    for heads in (64, 96):
+        short = ops.attention_workspace_bytes(1, heads, heads, 128, 1, 512)
+        assert short == 4 * heads * 2 * (128 + 2) * 4, "a short sequence is up to four items"
     assert size(max_k=1 << 20) == 64 * 32 * (128 + 1) * 4, "no more than 64 splits"
     with pytest.raises(ValueError, match=r"heads: expected a multiple of kv_heads, 3, got 4"):
         ops.attention_workspace_bytes(1, 4, 3, 128, 1, 1024)

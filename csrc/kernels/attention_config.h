@@ -279,10 +279,14 @@ constexpr std::int32_t common_split_keys(std::int32_t shared_keys) {
   return keys;
 }
 
+/// Items of at most kDecodeWhole keys, however many heads there are.
+constexpr std::int32_t kShortItems = 4;
+
 /// No sequence has more.
 constexpr std::int32_t max_decode_splits(const AttentionParams& p) {
   const std::int32_t tiles = ceil_div(p.max_k, kKeyTile);
-  return lesser(greater(tiles, 1), decode_splits(p.kv_heads, 2 * kDecodeItems));
+  const std::int32_t splits = decode_splits(p.kv_heads, 2 * kDecodeItems);
+  return lesser(greater(tiles, 1), greater(splits, kShortItems));
 }
 
 /// Floats of the partial rows of `splits` splits, one of which would write the result itself.

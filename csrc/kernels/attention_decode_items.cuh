@@ -51,7 +51,8 @@ __device__ __forceinline__ void count_splits(Cut& cut) {
 /// kFewLeaves keys, where a block's share is at most kSparseKeys, is items of kSparseItem. H200,
 /// us: 4 sequences of 512 keys 13.0, so 9.5; 8 13.1 and 11.2; of 384 11.0 and 10.0; but if all are,
 /// 8 of 256 8.7 and 9.3, 16 of 384 12.0 and 15.6.
-constexpr int kFewLeaves = 256, kSparseKeys = 160, kSparseItem = 128;
+constexpr int kFewLeaves = 256, kSparseKeys = 160;
+constexpr int kSparseItem = config::kDecodeWhole / config::kShortItems;
 
 /// limit: keys of the largest item that is wanted.
 template <class Tile>
