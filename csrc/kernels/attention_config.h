@@ -118,6 +118,7 @@ constexpr std::int32_t kDecodeItems = 128;
 constexpr std::int32_t kDecodeKeys = 512;
 constexpr std::int32_t kDecodeLeast = 128;
 constexpr std::int32_t kDecodeWhole = 512;
+constexpr std::int32_t kShortItems = 4;  // of one, at most, however many heads there are
 
 constexpr std::int32_t decode_splits(std::int32_t kv_heads, std::int32_t items) {
   return lesser(greater(items / kv_heads, 1), kMaxSplits);
@@ -136,7 +137,6 @@ constexpr std::int32_t decode_columns(const AttentionParams& p) {
   const bool is_least = p.head_dim <= 64 && size_of(p.kv_dtype) > 1;
   return is_least ? 64 : p.head_dim <= 128 ? 128 : 256;
 }
-
 
 /// The most rows of one KV head that a sequence of few queries has.
 constexpr std::int32_t max_split_rows(std::int32_t max_q, std::int32_t group) {
@@ -278,9 +278,6 @@ constexpr std::int32_t common_split_keys(std::int32_t shared_keys) {
   while (ceil_div(shared_keys, keys) > kCommonSplits) keys *= 2;
   return keys;
 }
-
-/// Items of at most kDecodeWhole keys, however many heads there are.
-constexpr std::int32_t kShortItems = 4;
 
 /// No sequence has more.
 constexpr std::int32_t max_decode_splits(const AttentionParams& p) {
