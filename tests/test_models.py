@@ -31,6 +31,8 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0}
+LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
@@ -209,6 +211,9 @@ def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Pat
         ({"rope_scaling": {"rope_type": "xpos"}}, "rope_type must be one of default, .*got 'xpos'"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "needs low_freq_factor"),
         ({"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": 1.0}}, "more than low_freq_factor"),
+        ({"rope_scaling": LLAMA3_ROPE | {"high_freq_factor": [8.0]}}, "high_freq_factor must be"),
+        ({"rope_scaling": YARN_ROPE | {"beta_fast": "32"}}, "beta_fast must be a positive number"),
+        ({"rope_scaling": LONG_ROPE | {"short_factor": 1.0}}, "short_factor must be a list"),
         ({"dtype": "int3"}, "dtype must be one of .*, got 'int3'"),
         ({"eos_token_id": -1}, "eos_token_id must be a token id .*, got -1"),
     ],

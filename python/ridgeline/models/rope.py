@@ -28,6 +28,8 @@ _KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 _ALIASES = {"su": "longrope"}  # its first name
 _ALWAYS = ("rope_type", "type", "rope_theta")
 _PARTIAL = "partial_rotary_factor"
+_LISTS = ("short_factor", "long_factor")  # a number for each frequency; every other key has one
+_ANY = ("mscale", "mscale_all_dim", "truncate")  # may be zero or a flag
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -74,7 +76,7 @@ def read_ropes(
         part = 1.0 if partial is None else numbers.pop(_PARTIAL, partial)
         kind, numbers = _scaling(numbers, max_position, original)
         dim = int(head_dim * part)
-        for key in ("short_factor", "long_factor"):
+        for key in _LISTS:
             if key in numbers and len(numbers[key]) != dim // 2:
                 raise ValueError(
                     f"{key} must have a number for each of {dim // 2} frequencies, "
@@ -105,6 +107,7 @@ def _scaling(
     numbers = {key: value for key, value in given.items() if key not in _ALWAYS}
     if _ORIGINAL in required:
         numbers[_ORIGINAL] = original or numbers.get(_ORIGINAL, max_position)
+        positive(_ORIGINAL, numbers[_ORIGINAL])
     if kind == "longrope":
         numbers.setdefault("factor", max_position / numbers[_ORIGINAL])
     missing = [key for key in required if key not in numbers]
@@ -116,9 +119,12 @@ def _scaling(
             f"rope_type {name!r} has keys that are not understood: {', '.join(unknown)}; "
             f"understood are {', '.join(_ALWAYS + required + optional)}"
         )
-    for key in required:
-        for number in numbers[key] if isinstance(numbers[key], list) else [numbers[key]]:
-            positive(key, number)
+    for key, value in numbers.items():
+        if key in _LISTS and not isinstance(value, list):
+            raise ValueError(f"{key} must be a list of numbers, got {value!r}")
+        if key not in _ANY:
+            for number in value if key in _LISTS else [value]:
+                positive(key, number)
     if kind == "llama3" and numbers["high_freq_factor"] <= numbers["low_freq_factor"]:
         raise ValueError(
             f"high_freq_factor must be more than low_freq_factor, {numbers['low_freq_factor']}, "
