@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(&shared.full[i], 1);
       ptx::mbarrier_init(&shared.free[i], kConsumers);
     }
-    ptx::mbarrier_init(&shared.columns_full, 1);
-    ptx::mbarrier_init(&shared.columns_free, kConsumers * 4);
+    ptx::mbarrier_init(&shared.columns_full, device::kWarpSize);
+    ptx::mbarrier_init(&shared.columns_free, kConsumers * kWarpgroup);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();  // the barriers are made
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         } else if constexpr (kMayGate) {
           store_boxes<Tile, true>(launch, shared, work.place, sums, row_scale, here);
         }
-        if (me.lane == 0) ptx::mbarrier_arrive(&shared.columns_free);
+        ptx::mbarrier_arrive(&shared.columns_free);  // every lane, for what it read
       } else {
         store_chunks<Tile>(launch, shared, work.place, sums, row_scale, here);
       }

@@ -122,8 +122,7 @@ __device__ __forceinline__ void bring_columns(const Launch& launch, Shared<Tile>
       const int n = weight_row<Tile>(p, work.place.n, c / kHalf) + c % kHalf;
       shared.columns[c] = Column::load<T>(p, n);
     }
-    __syncwarp();  // the columns are written
-    if (lane == 0) ptx::mbarrier_arrive(&shared.columns_full);
+    ptx::mbarrier_arrive(&shared.columns_full);  // every lane, for what it wrote
   });
 }
 
