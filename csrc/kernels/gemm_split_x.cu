@@ -90,9 +90,12 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   };
   std::uint32_t largest = largest_of_row(maxima[0]);
   finite = largest < device::kNotFinite<T>;
+  const bool any_nan = largest > device::kNotFinite<T>;
   if (!finite) largest = largest_of_row(maxima[1]);
   const float unit = unit_of(__uint_as_float(largest << 16)), inverse = 1.0f / unit;
-  if (threadIdx.x == 0) params.units[m] = finite ? unit : -unit;
+  // NaN in x is NaN in all of y's row. Infinities take a slow walk over x and weight.
+  if (threadIdx.x == 0)
+    params.units[m] = any_nan ? __uint_as_float(0x7fffffffu) : finite ? unit : -unit;
 
   std::uint8_t* terms = params.terms + m * params.cols;
   row.visit([&](int, int column, auto& piece) {
