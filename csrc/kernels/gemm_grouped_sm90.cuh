@@ -19,6 +19,7 @@ constexpr int kStepBytes = 32;  // of x
 constexpr int kVector = 16;                      // bytes of one copy of x
 constexpr int kVectors = kRowBytes / kVector;    // of a row of x in a stage
 constexpr int kPieceRows = 64;  // rows of x that tiles of many multiply whole
+constexpr int kBoxLines = 32;   // of kOutColumns of their y, which go to it at a time
 
 /// Whether wgmma meets the weight as 16-bit floats that it is not.
 template <class X>
@@ -52,7 +53,7 @@ struct Tile {
   static constexpr bool kSome = kConsumers == 4;
   // Whether x always comes by the copy engine, so that one thread requests all.
   static constexpr bool kInOrder = kRows > 32 && !kSome;
-  static constexpr int kPiece = kInOrder ? 64 : 32;  // rows that go to y at a time
+  static constexpr int kPiece = kInOrder ? 64 : 32;  // rows whose sums lie together
   // Boxes of 128 bytes of each row of x in a stage: two of int4 by some rows, which then waits and
   // fetches scales half as often.
   static constexpr int kBoxes = kInt4 && kSome ? 2 : 1;

@@ -33,6 +33,7 @@ __device__ __forceinline__ void consume_planned(const Launch& launch, Shared<Til
   const Consumer me(static_cast<int>(threadIdx.x) + kWarpgroup);
   Ring ring{.stages = launch.stages};
   auto& planned = shared.planned;
+  int turn = 0;  // of the boxes
   for (int i = 0;; ++i) {
     const int at = i % 2;
     ptx::mbarrier_wait(&planned.full[at], i / 2 % 2);
@@ -44,8 +45,12 @@ __device__ __forceinline__ void consume_planned(const Launch& launch, Shared<Til
     const int row = here.warpgroup * kWarpgroupRows + here.warp * 16 + here.quad;
     RowFactors<typename Tile::T> factors;
     factors.take(planned.columns[at][row], planned.columns[at][row + 8]);
-    store_tile<Tile>(launch, shared, item, sums, shared.x_scale[Tile::kFp8X ? at : 0], factors,
-                     here);
+    const float* x_scale = shared.x_scale[Tile::kFp8X ? at : 0];
+    if (is_gated(launch.grouped.gemm.activation)) {
+      store_boxes<Tile, true>(launch, shared, item, sums, x_scale, factors, here, turn);
+    } else {
+      store_boxes<Tile, false>(launch, shared, item, sums, x_scale, factors, here, turn);
+    }
     ptx::mbarrier_arrive(&planned.free[at]);  // every lane, for what it read
   }
 }

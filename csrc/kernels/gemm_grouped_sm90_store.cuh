@@ -175,6 +175,129 @@ __device__ __forceinline__ void store_tile(const Launch& launch, Shared<Tile>& s
       store_piece<Tile>(launch, shared, item, piece, sums[piece], x_scale, factors, me);
 }
 
+/// A thread's places in the boxes of its warpgroup and in y, worked out once a tile: a box took 145
+/// instructions with them, and takes 75. With a barrier a box for two a tile's way to y took 4440
+/// clocks and takes 3020 (H200, lab, fp8 by fp8, 768 x 2048). Rows of gated outputs are half as
+/// long as a box, two lie side by side. Eight rows of eight columns are in different banks; what a
+/// thread has further on in a box is kHalf bytes on.
+template <class Tile, bool kGated>
+struct Boxes {
+  using T = typename Tile::T;
+  static constexpr int kRows = kGated ? 2 * kBoxLines : kBoxLines;
+  static constexpr int kRowVectors = kGated ? 4 : 8;
+  static constexpr int kStep = kWarpgroup / kRowVectors;  // rows between those of a thread
+  static constexpr int kCount = kRows / kStep;            // of them in a box
+  static constexpr int kHalf = kBoxLines / 2 * kRowBytes;
+
+  char *fragment[2], *rows[2];  // of the next box and the one after
+  std::int64_t first, column;   // the thread's first row of y and column
+  T* y;                         // there, and as the thread stores
+  int count;                    // of the tile's rows from the first on
+
+  __device__ __forceinline__ Boxes(const GemmParams& p, Shared<Tile>& shared, const Item& item,
+                                   const Consumer& me, int turn) {
+    const auto place = [](unsigned row, unsigned vector) {
+      const unsigned line = kGated ? row / 2 : row;
+      return line * kRowBytes + ((kGated ? row % 2 * 4 + vector : vector) ^ line % 8) * kVector;
+    };
+    const unsigned thread = me.thread, lane = me.lane, warp = me.warp, matrix = lane / 8;
+    const unsigned of_fragment = kGated ? place(lane, warp)
+                                        : place(matrix / 2 * 8 + lane % 8, warp * 2 + matrix % 2);
+    const unsigned row = thread / kRowVectors, vector = thread % kRowVectors;
+    const unsigned of_rows = place(row, vector);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      char* box = reinterpret_cast<char*>(shared.out[me.warpgroup][(turn + i) % 2 * kBoxLines]);
+      fragment[i] = box + of_fragment;
+      rows[i] = box + of_rows;
+    }
+    first = item.row0 + static_cast<int>(row);
+    column = ((item.column * Tile::kConsumers + me.warpgroup) * kRowVectors + vector) * 8;
+    y = static_cast<T*>(p.y) + first * p.out_cols() + column;
+    count = column < p.out_cols() ? item.rows - static_cast<int>(row) : 0;
+  }
+};
+
+/// Sums of a tile of many rows to y through boxes of 64 columns, or of 32 of gates times their up
+/// rows. The loads of a box go ahead of the work on the next, its stores behind. Of two boxes by
+/// turns one is written while slower warps read the other: a barrier a box. `turn`: that of the
+/// next.
+template <class Tile, bool kGated>
+__device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& shared,
+                                            const Item& item, const Sums<Tile>& sums,
+                                            const float* x_scale,
+                                            const RowFactors<typename Tile::T>& factors,
+                                            const Consumer& me, int& turn) {
+  using T = typename Tile::T;
+  using Boxes = Boxes<Tile, kGated>;
+  constexpr int kCount = Boxes::kCount, kEights = Tile::kPiece / 8;
+  static_assert(Tile::kPiece == 2 * kBoxLines && Tile::kRows % Boxes::kRows == 0);
+  const GemmParams& p = launch.grouped.gemm;
+  const bool adds = !kGated && Tile::kFormat == WeightFormat::kDense && p.residual != nullptr;
+  Boxes boxes(p, shared, item, me, turn);
+  uint4 held[kCount];
+  const auto store_held = [&](int box) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i, boxes.y += std::int64_t{p.out_cols()} * Boxes::kStep)
+      if (box * Boxes::kRows + i * Boxes::kStep < boxes.count)
+        *reinterpret_cast<uint4*>(boxes.y) = held[i];
+  };
+#pragma unroll
+  for (int b = 0; b < Tile::kRows / Boxes::kRows; ++b) {
+    const int first = b * Boxes::kRows;
+    if (b > 0 && first >= item.rows) continue;
+    const auto values = [&](int r, int i) {  // of eight rows of x
+      const int at = first / 8 + i;
+      const float(&of)[4] = sums[at / kEights][at % kEights];
+      float2 pair{of[2 * r], of[2 * r + 1]};
+      if constexpr (Tile::kFp8X) {
+        const float2 scales =
+            *reinterpret_cast<const float2*>(&x_scale[first + i * 8 + me.in_quad * 2]);
+        pair.x = __fmul_rn(pair.x, scales.x), pair.y = __fmul_rn(pair.y, scales.y);
+      }
+      return float2{factors.template of<Tile>(r, pair.x), factors.template of<Tile>(r, pair.y)};
+    };
+    if (adds) {  // residuals, to where the sums will lie
+      const T* from = static_cast<const T*>(p.residual) +
+                      (boxes.first + first) * p.stride_residual + boxes.column;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        if (first + i * Boxes::kStep < boxes.count)
+          copy_residuals(reinterpret_cast<T*>(boxes.rows[b % 2] + i * Boxes::kHalf),
+                         from + i * Boxes::kStep * p.stride_residual);
+      me.meet();  // they are there
+    }
+    std::uint32_t packed[kCount][4];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      std::uint32_t residual[4];
+      if (adds) ptx::ldmatrix_transposed(residual, boxes.fragment[b % 2] + i * Boxes::kHalf);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if constexpr (kGated) {
+          const float2 gate = values(0, i * 4 + j), up = values(1, i * 4 + j);
+          packed[i][j] = pack<T>(__fmul_rn(device::silu<true>(gate.x), up.x),
+                                 __fmul_rn(device::silu<true>(gate.y), up.y));
+        } else {  // weight rows half j % 2 of eight i * 2 + j / 2
+          const float2 pair = values(j % 2, i * 2 + j / 2);
+          packed[i][j] = adds ? pack_sum<T>(pair, residual[j]) : pack<T>(pair.x, pair.y);
+        }
+      }
+    }
+    if (b > 0) store_held(b - 1);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      ptx::stmatrix_transposed(boxes.fragment[b % 2] + i * Boxes::kHalf, packed[i]);
+    me.meet();  // the box is whole, and that before it read
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      held[i] = *reinterpret_cast<const uint4*>(boxes.rows[b % 2] + i * Boxes::kHalf);
+  }
+  const int stored = ceil_div(item.rows, Boxes::kRows);
+  store_held(stored - 1);
+  turn = (turn + stored) % 2;
+}
+
 /// Rows of y that belong to no expert.
 template <class Tile>
 __device__ __forceinline__ void clear_rows(const Launch& launch, Shared<Tile>& shared) {
