@@ -104,8 +104,7 @@ CUtensorMap weight_map(const GroupedGemmParams& params) {
         const_cast<void*>(p.weight.data), sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
         Tile::kExpands ? CU_TENSOR_MAP_SWIZZLE_64B : CU_TENSOR_MAP_SWIZZLE_128B,
         // Boxes of 128 bytes a row, few rows of x: fetching 256 took 1 to 3% longer (H200, lab).
-        Tile::kPlansAhead ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-                                         : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        Tile::kPlansAhead ? CU_TENSOR_MAP_L2_PROMOTION_L2_128B : CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   }
   check(result == CUDA_SUCCESS, "grouped_linear: cuTensorMapEncodeTiled refused the weight, code ",
@@ -145,8 +144,9 @@ void add_scales(Launch& launch) {
       p.weight.group % Tile::kDepth == 0 || groups == 1 ? 1 : Tile::kScaleSets;
 }
 
+template <class Tile>
 std::size_t table_bytes(const GroupedGemmParams& params) {
-  return 2 * (params.experts + 1) * sizeof(std::int32_t);
+  return (Tile::kInOrder ? 3 : 2) * (params.experts + 1) * sizeof(std::int32_t);
 }
 
 /// The ring's, which those who bring rows of x and those who multiply wait for by turns.
@@ -154,6 +154,7 @@ template <class Tile>
 constexpr int kFewestStages = Tile::kSome ? CopiedRows::kBehind + 2 : 2;
 
 constexpr int kManyRows = 256;  // of a tile, at most
+constexpr int kOrderedRows = 256;  // an expert in the mean: of fewer the order takes what it saves
 
 std::int64_t mean_rows(const GroupedGemmParams& params) {
   return params.gemm.M / std::max(params.experts, 1);
@@ -191,7 +192,7 @@ std::int64_t shape_ring(Launch& launch) {
       1, (groups + (p.M - groups) / launch.row_tile) * launch.columns);
   launch.stage_bytes = stage_bytes_of<Tile>(launch.row_tile, launch.groups);
   const bool alone = most <= sms || Tile::kBlocksPerSm == 1;
-  const auto fixed = static_cast<int>(sizeof(Shared<Tile>) + table_bytes(launch.grouped));
+  const auto fixed = static_cast<int>(sizeof(Shared<Tile>) + table_bytes<Tile>(launch.grouped));
   launch.stages = std::min(alone ? kMaxStages : kStagesOfTwo,
                            ((alone ? 227 : 113) * 1024 - fixed) / launch.stage_bytes);
   check(launch.stages >= kFewestStages<Tile>, "grouped_linear: a ring of ", launch.stages,
@@ -216,6 +217,7 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
     x_rows = p.M;
     x_stride = p.K;
   }
+  launch.ordered = params.experts > 1 && mean_rows(params) >= kOrderedRows;
   launch.in_order = params.rows == nullptr || x == p.workspace;
   if constexpr (Tile::kInt4) add_scales<Tile>(launch);
   const std::int64_t blocks = shape_ring<Tile>(launch);
@@ -225,7 +227,7 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
         box_rows_of<Tile>(launch.row_tile), Tile::kBoxDepth, true);
   device::launch_chained<grouped_sm90_kernel<Tile>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads),
-      sizeof(Shared<Tile>) + launch.ring_bytes + table_bytes(params), stream, launch,
+      sizeof(Shared<Tile>) + launch.ring_bytes + table_bytes<Tile>(params), stream, launch,
       "grouped_linear");
 }
 
