@@ -76,3 +76,12 @@ def test_few_rows_of_any_experts(experts: int, kind: str, device: str) -> None:
         counts = [e % 3 % 2 for e in range(experts)]
         counts[experts // 2] = crowd
         check(kind, counts, 64, 2048, False, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("mean", [9, 16, 22, 30, 44, 60])
+def test_some_rows_meet_tiles_of_as_many(mean: int, kind: str, gated: bool, device: str) -> None:
+    """Tiles of 16, 24, 32, 48, 64 and 80 rows; one expert has more rows than its tile."""
+    check(kind, [2 * mean, 0, mean + 1, mean - 1], 288, 384, gated, device)

@@ -51,8 +51,10 @@ struct Tile {
   static constexpr Int4Way kWay = kWay_;
   static constexpr int kConsumers = kConsumers_, kRows = kRows_;
   static constexpr bool kSome = kConsumers == 4;
-  // Whether x always comes by the copy engine, so that one thread requests all.
-  static constexpr bool kInOrder = kRows > 32 && !kSome;
+  static constexpr bool kInOrder = kRows > 32 && !kSome;  // of many rows
+  // Whether threads copy rows of x that are out of order. Else x always comes by the copy engine,
+  // and one thread requests all.
+  static constexpr bool kCopies = !kInOrder && !kSome;
   static constexpr int kPiece = kInOrder ? 64 : 32;  // rows whose sums lie together
   // Boxes of 128 bytes of each row of x in a stage: two of int4 by some rows, which then waits and
   // fetches scales half as often.
@@ -73,8 +75,8 @@ struct Tile {
   // Twice the sums are kept: of a segment of K, and of those before it.
   static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == 192;
   // A thread's, of producers and of consumers, where there are several warpgroups of those.
-  static constexpr int kFewRegisters = kSome ? 64 : kBlocksPerSm == 2 ? 48 : 40;
-  static constexpr int kManyRegisters = kSome ? 104 : kBlocksPerSm == 2 ? 96 : 232;
+  static constexpr int kFewRegisters = kSome ? 32 : kBlocksPerSm == 2 ? 48 : 40;
+  static constexpr int kManyRegisters = kSome ? 112 : kBlocksPerSm == 2 ? 96 : 232;
   static constexpr int kWeightBytes =
       kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
   // Whether those who request find their first tile by themselves: expansion has no registers left,
@@ -99,7 +101,7 @@ constexpr int stage_bytes_of(int rows, int sets) {
 template <class Tile>
 __host__ __device__ constexpr int box_rows_of(int row_tile) {
   if (!Tile::kSome) return Tile::kInOrder ? kPieceRows : row_tile;
-  return Tile::kRows <= 32 ? 16 : Tile::kRows / 2;
+  return Tile::kRows == 24 ? 24 : Tile::kRows <= 32 ? 16 : Tile::kRows / 2;
 }
 
 struct Launch {

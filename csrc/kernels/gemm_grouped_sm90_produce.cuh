@@ -53,51 +53,23 @@ __device__ __forceinline__ void request_scales(const Launch& launch, Shared<Tile
   }
 }
 
-/// A thread's rows of x on their way to stages. It arrives for a stage kBehind stages later, when
-/// its copies are there and the tensor cores may see them: consumers that saw to that themselves
-/// did so sixteen warps at every stage. The ring has two stages more at least, since they give a
-/// stage back when the next one is there.
-struct CopiedRows {
-  static constexpr int kBehind = 2;
-  std::uint64_t* full;
-  int last[kBehind] = {-1, -1};
-
-  __device__ __forceinline__ void arrive(int stage) const {
-    ptx::fence_async_shared();
-    ptx::mbarrier_arrive(&full[stage]);
-  }
-  __device__ __forceinline__ void issued(int stage) {
-    ptx::commit_copies();
-    ptx::wait_copies<kBehind>();
-    if (last[0] >= 0) arrive(last[0]);
-    last[0] = last[1], last[1] = stage;
-  }
-  __device__ __forceinline__ void finish() const {
-    ptx::wait_copies<0>();
-#pragma unroll
-    for (int stage : last)
-      if (stage >= 0) arrive(stage);
-  }
-};
-
 template <class Tile>
 __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared,
                                         const Plan& plan, int thread) {
   const GroupedGemmParams& grouped = launch.grouped;
   const GemmParams& p = grouped.gemm;
   constexpr int kStep = Tile::kTeam / kVectors;  // rows between those of a thread
-  constexpr int kCount = Tile::kRows / kStep;
+  constexpr int kCount = Tile::kCopies ? Tile::kRows / kStep : 1;
   constexpr int kElements = kVector / static_cast<int>(sizeof(typename Tile::X));
   const int turn = thread / Tile::kTeam, member = thread % Tile::kTeam;
   const int first = member / kVectors, vector = member % kVectors;
   const auto* base = static_cast<const char*>(p.x.data);
-  if (Tile::kInOrder && thread > 0 && !(Tile::kInt4 && thread == Tile::kTeam - device::kWarpSize))
+  if (!Tile::kCopies && thread > 0 && !(Tile::kInt4 && thread == Tile::kTeam - device::kWarpSize))
     return;
   Ring ring{.stages = launch.stages, .parity = 1};  // the first wait on a fresh barrier passes
-  CopiedRows copied_rows{shared.full};
   for_each_item<Tile::kPlansAhead>(launch, shared, plan, [&](const Item& item) {
     std::uint32_t places[kCount];  // in units of a vector
-    const int copied = Tile::kInOrder || launch.in_order ? 0 : item.rows;
+    const int copied = !Tile::kCopies || launch.in_order ? 0 : item.rows;
     const auto find = [&] {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -119,7 +91,7 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
       if (!found) find();  // with the first weights on their way
       found = true;
 #pragma unroll
-      for (int box = 0; box < (Tile::kInOrder ? 0 : Tile::kBoxes); ++box) {
+      for (int box = 0; box < (Tile::kCopies ? Tile::kBoxes : 0); ++box) {
         const bool inside = k * Tile::kDepth + box * Tile::kBoxDepth + vector * kElements < p.K;
         std::uint8_t* stage = Stage<Tile>(launch, shared, s).x(box);
 #pragma unroll
@@ -132,16 +104,9 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
                              base + at * kVector, inside);
         }
       }
-      if (Tile::kSome && launch.in_order) {
-        ptx::mbarrier_arrive(&shared.full[s]);
-      } else if constexpr (Tile::kSome) {
-        copied_rows.issued(s);
-      } else if constexpr (!Tile::kInOrder) {
-        ptx::mbarrier_arrive_after_copies(&shared.full[s]);
-      }
+      if constexpr (Tile::kCopies) ptx::mbarrier_arrive_after_copies(&shared.full[s]);
     }
   });
-  if constexpr (Tile::kSome) copied_rows.finish();
 }
 
 // ---- Planner ------------------------------------------------------------------------------------

@@ -59,6 +59,38 @@ struct WgmmaFew<16, std::uint8_t> {
 };
 
 template <>
+struct WgmmaFew<24, __nv_bfloat16> {
+  __device__ __forceinline__ static void registers(float (&d)[3][4], const std::uint32_t (&a)[4],
+                                                   std::uint64_t b, bool accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %17, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
+        "}, {%12, %13, %14, %15}, %16, p, 1, 1, 0;\n}\n"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
+          "r"(static_cast<int>(accumulate)));
+  }
+};
+
+template <>
+struct WgmmaFew<24, __half> {
+  __device__ __forceinline__ static void registers(float (&d)[3][4], const std::uint32_t (&a)[4],
+                                                   std::uint64_t b, bool accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %17, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n24k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11"
+        "}, {%12, %13, %14, %15}, %16, p, 1, 1, 0;\n}\n"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b),
+          "r"(static_cast<int>(accumulate)));
+  }
+};
+
+template <>
 struct WgmmaFew<32, __nv_bfloat16> {
   __device__ __forceinline__ static void shared(float (&d)[4][4], std::uint64_t a,
                                                 std::uint64_t b, bool accumulate) {

@@ -1,8 +1,44 @@
 #pragma once
 #include "device/ptx/wgmma_registers.cuh"
 
-/// WgmmaRegisters of columns between 64 and 128: rows of x as many as an expert has.
+/// WgmmaRegisters of other numbers of columns: rows of x as many as an expert has.
 namespace ridgeline::ptx {
+
+template <Contiguous kOfB>
+struct WgmmaRegisters<48, __nv_bfloat16, kOfB> {
+  __device__ __forceinline__ static void mma(float (&d)[6][4], const std::uint32_t (&a)[4],
+                                             std::uint64_t b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23"
+        "}, {%24, %25, %26, %27}, %28, p, 1, 1, %29;\n}\n"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
+          "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kOfB)));
+  }
+};
+
+template <Contiguous kOfB>
+struct WgmmaRegisters<48, __half, kOfB> {
+  __device__ __forceinline__ static void mma(float (&d)[6][4], const std::uint32_t (&a)[4],
+                                             std::uint64_t b) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.eq.b32 p, 0, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23"
+        "}, {%24, %25, %26, %27}, %28, p, 1, 1, %29;\n}\n"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3]), "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]),
+          "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), "+f"(d[4][0]), "+f"(d[4][1]),
+          "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(static_cast<int>(kOfB)));
+  }
+};
 
 template <Contiguous kOfB>
 struct WgmmaRegisters<80, __nv_bfloat16, kOfB> {
