@@ -127,6 +127,47 @@ def test_fused_equals_rope_then_write(
         assert torch.equal(bits(a), bits(b))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("rotary_dim, interleaved", [(64, False), (40, True), (0, False)])
+@pytest.mark.parametrize("dtype", CACHE_DTYPES)
+def test_many_tokens_are_written_as_few(
+    dtype: torch.dtype, rotary_dim: int, interleaved: bool
+) -> None:
+    """From 65536 head vectors on four heads share a lane's angles. The last slot is outside."""
+    tokens, heads, dim = 8201, 4, 64
+    generator = torch.Generator("cuda").manual_seed(3)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    qkv = random(tokens, 4 * heads, dim).bfloat16()
+    table = random(tokens, rotary_dim)
+    positions = torch.arange(tokens, dtype=torch.int32, device="cuda").flip(0)
+    slots = torch.randperm(tokens, generator=generator, device="cuda").int() + SIZE
+    slots[-1] = 1 << 30
+    written = []
+    for step in (tokens, 1000):
+        rows = qkv.clone()
+        blocks = tokens // SIZE + 2
+        shape = (blocks, SIZE, heads)
+        caches = [torch.zeros(*shape, dim, device="cuda").to(dtype) for _ in range(2)]
+        scales = []
+        if dtype in LARGEST:
+            scales = [torch.zeros(*shape, dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        for first in range(0, tokens, step):
+            part = slice(first, first + step)
+            q, k, v = rows[part].split((2 * heads, heads, heads), 1)
+            if rotary_dim:
+                rope = positions[part], table
+                ops.rope_write_kv(
+                    q, k, v, *rope, *caches, slots[part], *scales, interleaved=interleaved
+                )
+            else:
+                ops.write_kv(k, v, *caches, slots[part], *scales)
+        written.append([bits(tensor) for tensor in (rows, *caches, *scales)])
+    assert all(torch.equal(many, few) for many, few in zip(*written))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", CACHE_DTYPES)
 def test_copied_blocks_carry_their_scales(dtype: torch.dtype, device: str) -> None:
