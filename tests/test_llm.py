@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import torch
 
 import tiny_model
 from ridgeline import LLM, RequestOutput, SamplingParams
+from ridgeline.kv_cache import KVCache
+from ridgeline.models.decoder import Decoder, StepInputs
 from tiny_model import one_thread  # noqa: F401
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
@@ -182,6 +185,26 @@ def test_metrics_are_in_order(llm: LLM):
     assert times == sorted(times) and metrics.finished_time == metrics.token_times[-1]
     assert metrics.queue + metrics.prefill == pytest.approx(metrics.ttft)
     assert metrics.decode == pytest.approx(sum(metrics.inter_token))
+
+
+def test_steps_of_whole_prompts_ask_the_last_layer_for_their_ends(folder: Path, monkeypatch):
+    """Not those of a chunk, nor where a prompt's other tokens are wanted too."""
+    told: list[tuple[int, bool]] = []
+    plain = Decoder.hidden_states
+
+    def noting(self: Decoder, inputs: StepInputs, cache: KVCache) -> torch.Tensor:
+        told.append((inputs.input_ids.shape[0], inputs.rows_are_ends))
+        return plain(self, inputs, cache)
+
+    monkeypatch.setattr(Decoder, "hidden_states", noting)
+    first = SamplingParams(temperature=0, max_tokens=1)
+    sizes = {"num_blocks": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64}
+    with LLM(folder, device="cpu", **sizes) as llm:
+        told.clear()  # those of the start
+        llm.generate([tiny_model.prompt_of(20), tiny_model.prompt_of(31)], first)
+        llm.generate([tiny_model.prompt_of(70)], first)
+        llm.generate([tiny_model.prompt_of(9)], dataclasses.replace(first, prompt_logprobs=0))
+    assert told == [(51, True), (64, False), (6, True), (9, False)]
 
 
 def test_the_trace_has_every_decision(folder: Path, reference, tmp_path: Path):

@@ -13,6 +13,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import tiny_model
+from ridgeline import ops
 from ridgeline.kv_cache import KVCache, KVCacheLayout
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder, StepInputs
@@ -42,9 +43,14 @@ def load(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") 
 
 
 def logits_of(
-    decoder: Decoder, prompt: list[int], dtype: torch.dtype, rows: list[int] | None = None
+    decoder: Decoder,
+    prompt: list[int],
+    dtype: torch.dtype,
+    rows: list[int] | None = None,
+    ends: bool = False,
 ) -> torch.Tensor:
-    """Logits of every position, or of ``rows``, in one step over a cache that was full of NaN."""
+    """Logits of every position, or of ``rows``, in one step over a cache that was full of NaN.
+    ``ends``: the decoder is told that they are the ends of all sequences."""
     block_size, count, device = 16, len(prompt), decoder.embedding.device
     blocks = -(-count // block_size)
     layout = KVCacheLayout.of(decoder.config, block_size, "auto", dtype)
@@ -64,6 +70,7 @@ def logits_of(
         block_tables=ints(range(1, 1 + blocks))[None],
         max_q=count,
         rows=None if rows is None else ints(rows),
+        rows_are_ends=ends,
     )
     return decoder.logits(decoder.hidden_states(inputs, cache))
 
@@ -136,6 +143,47 @@ def test_behind_the_last_attention_only_wanted_tokens_are_computed(
     actual = logits_of(replace(decoder, layers=counted), prompt, torch.float32, rows)
     torch.testing.assert_close(actual, expected[rows])
     assert [count for down in downs for count in down.rows] == multiplied
+
+
+@pytest.mark.parametrize(
+    ("rows", "ends", "invariant", "queries"),
+    [
+        pytest.param([49], True, False, [1], id="the end of a sequence"),
+        pytest.param([49], True, True, [], id="whose bits may not be another kernel's"),
+        pytest.param([7, 49], False, False, [], id="tokens ahead of the end"),
+        pytest.param([], False, True, [], id="a chunk of a prompt"),
+    ],
+)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "opt"])
+def test_only_wanted_tokens_query_the_last_layer(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    rows: list[int],
+    ends: bool,
+    invariant: bool,
+    queries: list[int],
+):
+    """Beside the rotation or without it: queries that ``rope_paged_attention`` takes are those of
+    all tokens, and the last layer of a chunk has none."""
+    tiny_model.save_model(tmp_path, family)
+    decoder, prompt = load(tmp_path), tiny_model.prompt_of(50)
+    expected = logits_of(decoder, prompt, torch.float32)
+    decoder = replace(decoder, batch_invariant=invariant)
+    seen: list[int] = []
+    for name in ("paged_attention", "rope_paged_attention"):
+        plain = getattr(ops, name)
+
+        def noting(q: torch.Tensor, *args: Any, plain: Any = plain, **options: Any) -> Any:
+            seen.append(q.shape[0])
+            return plain(q, *args, **options)
+
+        monkeypatch.setattr(ops, name, noting)
+    actual = logits_of(decoder, prompt, torch.float32, rows, ends)
+    torch.testing.assert_close(actual, expected[rows])
+    layers = len(decoder.layers)
+    whole = layers - 1 if queries or not rows else layers
+    assert seen == [50] * whole + queries
 
 
 def test_fp8_products_meet_the_same_codes_whoever_makes_them():

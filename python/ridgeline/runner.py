@@ -155,7 +155,9 @@ class Runner:
         self._apply_lists(step)
         if key is None:
             blocks = -(-batch.max_seq_len // self._cache.block_size)
-            hidden = self._hidden(step, batch.max_q, blocks, shared)
+            host = _StepArrays(arena, torch.frombuffer(arena, dtype=torch.int32))
+            ends = batch.max_q > 1 and torch.equal(host.cu_q[1:] - 1, host.logits_rows)
+            hidden = self._hidden(step, batch.max_q, blocks, shared, ends)
             logits = None
         else:
             assert self._graphs is not None
@@ -217,10 +219,13 @@ class Runner:
         spared = (batch.num_seqs - 1) * blocks * (cache.k[0][0].nbytes + cache.v[0][0].nbytes)
         return blocks if spared >= _SPARED_BYTES else 0
 
-    def _hidden(self, step: _StepArrays, max_q: int, blocks: int, shared: int) -> Tensor:
+    def _hidden(
+        self, step: _StepArrays, max_q: int, blocks: int, shared: int, ends: bool = False
+    ) -> Tensor:
         """The last layer's output at the tokens whose logits are wanted.
 
-        ``blocks``: no sequence has more. Attention takes workspace for so many.
+        ``blocks``: no sequence has more. Attention takes workspace for so many. ``ends``: they are
+        the last tokens of all sequences.
         """
         tables = self._buffers.block_tables[:, :blocks]
         inputs = StepInputs(
@@ -240,6 +245,7 @@ class Runner:
             # begun behind that.
             ids_ready=True,
             rows=step.logits_rows,
+            rows_are_ends=ends,
         )
         return self._model.hidden_states(inputs, self._cache)
 
