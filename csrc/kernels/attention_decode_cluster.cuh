@@ -176,11 +176,14 @@ __device__ __forceinline__ void consume_item(const Launch& launch, Shared<Tile>&
   WarpState<Tile> warp{launch, shared};
   typename WarpState<Tile>::Parts parts;
   Place<Tile> place;
+  // The queries are there before the item is described. H200, one sequence of 4k fp8 keys: 8.94 us
+  // if they are waited for behind it, 8.64 so.
+  ptx::mbarrier_wait(&shared.fetched[0], 0);
+  warp.load_queries(work_of_block(launch), 0);
   ptx::mbarrier_wait(&shared.described[0], 0);
   const Item& item = shared.items[0];
   if (rank() < item.splits) {
-    ptx::mbarrier_wait(&shared.fetched[0], 0);
-    warp.begin(item, 0);
+    warp.see(item);
     const int fresh = has_fresh<Tile>(launch) ? item.work.sequence.k_len - 1 : -1;
     gather<Tile>(item, warp, parts, place, LacksFresh<Tile>{shared, fresh});
     if (item.splits == 1) return store_rows<Tile>(launch, item, 0, warp);

@@ -44,20 +44,20 @@ struct KeyWarp {
   // ---- Queries ----------------------------------------------------------------------------------
 
   /// This thread's row of query tile j; null past the last.
-  __device__ __forceinline__ const std::uint16_t* query_row(const Item& item, int place,
+  __device__ __forceinline__ const std::uint16_t* query_row(const Work& work, int place,
                                                             int j) const {
     if constexpr (Tile::kSharesQueries) return shared.queries[place][g];
-    const int row = item.work.first_row + 8 * j + g;
-    return row < item.work.rows ? query_at(launch, item.work, row) : nullptr;
+    const int row = work.first_row + 8 * j + g;
+    return row < work.rows ? query_at(launch, work, row) : nullptr;
   }
 
   /// In the order in which words of the cache become operands: an MMA's columns 2t, 2t + 1 and 2t +
   /// 8, 2t + 9 are those of a 16-bit cache, and 4t to 4t + 3 of an 8-bit cache.
-  __device__ __forceinline__ void load_queries(const Item& item, int place) {
+  __device__ __forceinline__ void load_queries(const Work& work, int place) {
     const float unit = p.softcap > 0.0f ? p.scale : p.scale * device::kLog2E;
 #pragma unroll
     for (int j = 0; j < kTiles; ++j) {
-      const std::uint16_t* row = query_row(item, place, j);
+      const std::uint16_t* row = query_row(work, place, j);
 #pragma unroll
       for (int i = 0; i < Tile::kSize / 16; ++i)
 #pragma unroll
@@ -97,13 +97,17 @@ struct KeyWarp {
       query_unit[j][c] *= device::from_lane(power_of_two(exponent), (2 * t + c) * 4);
   }
 
-  __device__ __forceinline__ void begin(const Item& item, int place) {
+  /// What the item's rows see.
+  __device__ __forceinline__ void see(const Item& item) {
     const config::Sequence& sequence = item.work.sequence;
     const config::KeyRange first = config::visible_keys(p, sequence, 0);
     const config::KeyRange last = config::visible_keys(p, sequence, sequence.q_len - 1);
     live = {.begin = first.begin, .end = item.keys.end};
     whole = {.begin = last.begin, .end = config::lesser(first.end, live.end)};
-    load_queries(item, place);
+  }
+  __device__ __forceinline__ void begin(const Item& item, int place) {
+    see(item);
+    load_queries(item.work, place);
   }
 
   // ---- Keys -------------------------------------------------------------------------------------
