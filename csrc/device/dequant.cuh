@@ -36,6 +36,16 @@ __device__ __forceinline__ Vec<T> dequantise8(uint2 raw, DType dtype, float scal
   return out;
 }
 
+/// Four int8 values plus 128, in units of 2^-24, where the bits of an fp16 are an integer: what
+/// expand_halves() takes less two subtractions. Pairs as of bytes 0 and 1, 2 and 3.
+constexpr float kBiasedUnit = 16777216.0f;              // to undo
+constexpr std::uint32_t kMinusInt8Bias = 0x80808080u;  // -128 in those units, twice
+__device__ __forceinline__ void expand_biased(std::uint32_t word, std::uint32_t (&out)[2]) {
+  word ^= 0x80808080u;
+  out[0] = __byte_perm(word, 0, 0x4140);
+  out[1] = __byte_perm(word, 0, 0x4342);
+}
+
 /// Four e4m3 or int8 values, exactly, as two pairs of fp16: bytes 0 and 1, 2 and 3; or, apart by
 /// two, 0 and 2, 1 and 3.
 template <DType kType, bool kApart>
