@@ -13,7 +13,7 @@ struct Bringer {
 
   const Launch& launch;
   Shared<Tile>& shared;
-  Ring<Tile::kSlots> ring{.parity = 1};  // the first wait on a fresh barrier passes
+  SlotRing ring{launch.slots, 0, 1};  // the first wait on a fresh barrier passes
   const std::uint64_t policy = ptx::evict_first();
 
   __device__ static int box() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }

@@ -17,7 +17,7 @@ struct Consumer {
   const Launch& launch;
   Shared<Tile>& shared;
   const int warpgroup;
-  Ring<Tile::kSlots> ring;
+  SlotRing ring{launch.slots};
   device::LazySoftmax softmax;
   config::KeyRange sees[2];  // this thread's two rows
   float sums[Tile::kSize / 8][4];
@@ -161,9 +161,9 @@ struct Consumer {
 
   /// The scores of the tile at n0 and beside them, on the tensor cores, the values before.
   __device__ __forceinline__ void step(const Item& item, int n0, int end) {
-    const Ring<Tile::kSlots> keys = ring;
+    const SlotRing keys = ring;
     ring.next();
-    const Ring<Tile::kSlots> values = ring;
+    const SlotRing values = ring;
     ring.next();
     ptx::mbarrier_wait(&shared.full[keys.slot], keys.parity);
     issue_keys(keys.slot);
@@ -229,7 +229,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void score_step(const config::KeyRange& keys, int n0) {
-    const Ring<Tile::kSlots> first = ring;
+    const SlotRing first = ring;
     int slots[Tile::kStepTiles];
     // A tile that is not there has the scores of the other until they are hidden.
 #pragma unroll
@@ -247,7 +247,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void add_step(const Item& item, int n0) {
-    Ring<Tile::kSlots> held = ring;
+    SlotRing held = ring;
     for_tiles(item.keys, n0, [&](int i) {
       ptx::mbarrier_wait(&shared.full[ring.slot], ring.parity);
       clear_unused_values(item, n0 + i * kKeys, ring.slot);

@@ -186,6 +186,7 @@ Launch launch_of(const AttentionParams& p, const void* workspace) {
   launch.k = device::swizzled_map(keys_of(p), launch.box_rows, kColumns, kPromotion);
   launch.v = device::swizzled_map(values_of(p), launch.box_rows, kColumns, kPromotion);
   launch.workspace = const_cast<void*>(workspace);
+  launch.slots = Tile::kSlots;
   launch.cluster = 1;
   return launch;
 }
@@ -220,7 +221,9 @@ void launch_own(const AttentionParams& p, Stream stream) {
   const bool joins = Tile::kJoins && config::joins_clusters(p, device::multiprocessors());
   if (joins) launch.cluster = launch.max_splits;
   launch.of_cluster = device::Divisor::of(launch.cluster);
-  launch_items<Tile>(launch, pairs * launch.max_splits, stream);
+  const std::int64_t items = pairs * launch.max_splits;
+  if (joins && items > device::multiprocessors()) launch.slots = Tile::kSharedSlots;
+  launch_items<Tile>(launch, items, stream);
   if (launch.max_splits == 1 || joins) return;
   const dim3 grid(checked_int32(pairs, "attention: KV heads"), kMergeBlocks);
   device::launch_chained<merge_rows_kernel<T>>(grid, dim3(kMergeThreads), 0, stream, launch,
