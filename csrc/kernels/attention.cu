@@ -197,7 +197,8 @@ void few_queries(const AttentionParams& p, Stream stream) {
                ": splits of " + std::to_string(config::kRowSplitKeys) +
                " keys or more on wgmma" +
                (config::joins_clusters(p, device::multiprocessors())
-                    ? ", joined in clusters of " + std::to_string(config::max_row_splits(p.max_k))
+                    ? ", joined in clusters of " +
+                          std::to_string(config::max_row_splits(p.head_dim, p.max_k))
                     : "");
       });
       attention_launch::rows_sm90(p, stream);

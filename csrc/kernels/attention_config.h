@@ -184,21 +184,22 @@ constexpr bool packs_unsplit(const AttentionParams& p) {
 /// batch-invariant mode: unsplit packed rows have the same, and so the same bits.
 constexpr std::int32_t prefill_keys(std::int32_t columns) { return columns <= 128 ? 128 : 64; }
 
-/// Keys a split before packed rows. Up to kRowClusterKeys make at most kRowCluster splits, each a
+/// Keys a split before packed rows. Up to kRowClusterKeys make at most row_cluster() splits, each a
 /// block's of one cluster: with two blocks an SM, 32 clusters of 8 do not fit on every H200. H200,
-/// 32 sequences of 4k keys, one KV head, by clusters of 4, 5, 6, 7: 26.6, 24.5, 21.9, 22.6 us.
+/// one KV head, 4k keys, 8, 16, 24, 32, 64 sequences by clusters of 6 and 7: 11.8 12.6 20.1 20.6
+/// 39.6 us and 11.2 13.7 17.8 19.5 38.6; heads of 64, 32: 13.8 and 15.3; of 256, 16: 20 and 33.
 constexpr std::int32_t kRowSplitKeys = 512;
-constexpr std::int32_t kRowCluster = 6;
-constexpr std::int32_t kRowClusterKeys = kRowCluster * 768;
-constexpr std::int32_t row_split_keys(std::int32_t span) {
+constexpr std::int32_t kRowClusterKeys = 4608;
+constexpr std::int32_t row_cluster(std::int32_t dim) { return dim > 64 && dim <= 128 ? 7 : 6; }
+constexpr std::int32_t row_split_keys(std::int32_t head_dim, std::int32_t span) {
   std::int32_t keys = kRowSplitKeys;
   if (span <= kRowClusterKeys)
-    return greater(keys, round_up(ceil_div(span, kRowCluster), kKeyTile));
+    return greater(keys, round_up(ceil_div(span, row_cluster(head_dim)), kKeyTile));
   while ((span - 1) / kMaxSplits >= keys) keys *= 2;
   return keys;
 }
-constexpr std::int32_t max_row_splits(std::int32_t max_k) {
-  const std::int32_t most = max_k <= kRowClusterKeys ? kRowCluster : kMaxSplits;
+constexpr std::int32_t max_row_splits(std::int32_t head_dim, std::int32_t max_k) {
+  const std::int32_t most = max_k <= kRowClusterKeys ? row_cluster(head_dim) : kMaxSplits;
   return lesser(greater(ceil_div(max_k, kRowSplitKeys), 1), most);
 }
 
@@ -207,12 +208,12 @@ constexpr std::int32_t row_blocks(std::int32_t columns) { return columns <= 128 
 
 /// Whether these splits are joined in clusters: all of them run side by side, or half where blocks
 /// share an SM, so that the start and end of one lie beside another's keys. H200, 64 sequences of
-/// 4k keys, one KV head: 45.8 us by a second kernel, 42.2 so.
+/// 4k keys, one KV head: 46 us by a second kernel, 39 so. Clusters of 7 are as many as those of 6.
 constexpr bool joins_clusters(const AttentionParams& p, std::int32_t multiprocessors) {
-  const std::int32_t splits = max_row_splits(p.max_k);
-  const std::int64_t blocks = std::int64_t{p.batch} * p.kv_heads * splits;
+  const std::int32_t splits = max_row_splits(p.head_dim, p.max_k);
+  const std::int64_t blocks = std::int64_t{p.batch} * p.kv_heads * lesser(splits, 6);
   const std::int32_t sharing = row_blocks(p.head_dim);
-  return !p.batch_invariant && !p.leaves_shared && splits > 1 && splits <= kRowCluster &&
+  return !p.batch_invariant && !p.leaves_shared && splits > 1 && p.max_k <= kRowClusterKeys &&
          4 * blocks <= 3 * std::int64_t{sharing} * sharing * multiprocessors;
 }
 
@@ -304,7 +305,7 @@ constexpr std::int64_t split_bytes(const AttentionParams& p) {
                                              decode_columns(p) + 1);
   const std::int64_t packed =
       has_packed_rows(p) || reads_common(p)
-          ? partial_floats(p, max_row_splits(p.max_k), rows, p.head_dim)
+          ? partial_floats(p, max_row_splits(p.head_dim, p.max_k), rows, p.head_dim)
           : 0;
   const std::int64_t floats = general > decode ? general : decode;
   return (floats > packed ? floats : packed) * static_cast<std::int64_t>(sizeof(float));

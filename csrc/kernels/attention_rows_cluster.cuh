@@ -75,7 +75,7 @@ template <class Tile>
 __device__ __forceinline__ void join_cluster(const Launch& launch, Shared<Tile>& shared,
                                              const Item& item) {
   using T = typename Tile::T;
-  constexpr int kRows = 2, kLanes = 8, kMost = config::kRowCluster;
+  constexpr int kRows = 2, kLanes = 8, kMost = Tile::kCluster;
   constexpr int kWarps = Tile::kConsumerThreads / device::kWarpSize;
   if (item.splits == 1) return;
   const AttentionParams& p = launch.attention;

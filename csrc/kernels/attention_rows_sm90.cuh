@@ -36,12 +36,13 @@ struct Tile {
   static constexpr bool kCommon = kConsumers == 2;
   static constexpr int kRows = kConsumers * kWarpgroupRows;
   static constexpr int kSlots = kSlots_;  // of keys, or of values
-  // That a cluster's block uses where some share an SM. H200, 32 sequences of 4k keys, one KV head
-  // of 64: 14.0 us with all, 13.3 so.
-  static constexpr int kSharedSlots = kSize == 64 ? 6 : kSlots;
+  // That a cluster's block uses where some share an SM. H200, 32 sequences of 4k keys, one KV head:
+  // 20.1 us with all, 19.5 so, heads of 64 14.0 and 13.3; but 8 of them 11.2 and 12.1.
+  static constexpr int kSharedSlots = kSize == 64 ? 6 : kSize == 128 ? 3 : kSlots;
   /// Batch-invariant mode: a sequence is one item, a step of the softmax the prefill kernel's.
   static constexpr bool kUnsplit = kUnsplit_;
   static constexpr bool kJoins = !kCommon && !kUnsplit;  // splits, where there are clusters
+  static constexpr int kCluster = config::row_cluster(kSize);  // blocks of one, at most
   static constexpr int kStepTiles = kUnsplit ? config::prefill_keys(kSize) / kKeys : 1;
   static constexpr int kStepKeys = kStepTiles * kKeys;
   static constexpr int kParts = kSize / kColumns;
@@ -89,8 +90,7 @@ struct SplitRow {
 };
 
 /// That the others send a block, which joins an equal share of up to 64, an even number.
-constexpr int kSentRows = 60;
-static_assert(config::kRowCluster == 6, "five others send twelve each, four fourteen");
+constexpr int kSentRows = 60;  // six others send ten each, five twelve, four fourteen
 
 template <class Tile>
 struct Shared {
@@ -153,7 +153,7 @@ __device__ __forceinline__ Cut cut_of(const AttentionParams& p, const config::Se
   if constexpr (kUnsplit) {
     cut.keys = span, cut.splits = 1;
   } else {
-    cut.keys = config::row_split_keys(span);
+    cut.keys = config::row_split_keys(p.head_dim, span);
     cut.splits = ceil_div(span, cut.keys);
   }
   return cut;
