@@ -45,12 +45,23 @@ def behind_a_write(target: Tensor, call: Callable[[], Any]) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("written", ["lengths", "tables", "queries"])
-def test_packed_rows(written: str) -> None:
+@pytest.mark.parametrize(
+    "kv_heads, dim, block",
+    [
+        (1, 128, 64),
+        (4, 128, 64),  # more blocks than SMs: they have fewer keys on their way
+        (1, 128, 16),  # more copies than lanes
+        (1, 64, 32),
+        (1, 256, 16),
+        (1, 128, 8),  # too many copies to be made out ahead
+    ],
+)
+def test_packed_rows(kv_heads: int, dim: int, block: int, written: str) -> None:
     """A block of a cluster asks for keys, by what it saw, as soon as the kernels ahead end."""
     lengths = [4097, 300, 4608, 3073, 700, 2048, 64, 4000]
-    paged = Paged("cuda", lengths, BLOCK, math.nan, 128, kv_heads=1)
+    paged = Paged("cuda", lengths, block, math.nan, dim, kv_heads)
     cu_q = ints("cuda", [0, 1, 3, 4, 5, 7, 8, 9, 10])
-    q = normal("cuda", 10, 32, 128)
+    q = normal("cuda", 10, 32, dim)
 
     def run() -> Any:
         return ops.paged_attention(

@@ -11,10 +11,10 @@ from torch.nn.functional import pad
 
 import ridgeline
 from ridgeline import ops
-from test_attention import DIM, Paged, ints, normal, same
+from test_attention import Paged, ints, normal, same
 
 BLOCK = 64
-LENGTHS = [4097, 0, 1, 512, 513, 3073, 4608, 3072]  # no, one, two, six splits, whole and not
+LENGTHS = [4097, 0, 1, 512, 513, 3073, 4608, 3072, 3584]  # up to seven splits, whole and not
 WINDOW = {"window": 700, "softcap": 8.0}
 TILES: list[tuple[int, dict[str, Any]]] = [
     (64, WINDOW), (96, {"causal": False}), (128, {}), (128, WINDOW), (256, {}),
@@ -56,7 +56,7 @@ def test_clusters(heads: int, kv_heads: int, q_len: int, dim: int, options: dict
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [11, 32, 64])
-@pytest.mark.parametrize("cluster", [2, 3, 4, 5])
+@pytest.mark.parametrize("cluster", [2, 3, 4, 5, 6])
 def test_smaller_clusters(cluster: int, heads: int) -> None:
     """Each block joins an equal share of the rows, or none, of as many splits as there are."""
     lengths = [512 * cluster, 512 * cluster - 511, 300, 0, 513]
@@ -71,12 +71,12 @@ def test_smaller_clusters(cluster: int, heads: int) -> None:
 
 @pytest.mark.gpu
 def test_more_sequences_than_clusters_at_once() -> None:
-    """A second kernel joins them, and no bit differs."""
+    """A second kernel joins them, and no bit differs; nor do blocks of a cluster that share SMs."""
     lengths = [1 + 797 * b % 4600 for b in range(70)]
     paged = Paged("cuda", lengths, BLOCK, math.nan, 128, kv_heads=1)
     q = normal("cuda", len(lengths), 32, 128)
     out, lse = paged.run(q)
-    for few in (slice(0, 20), slice(20, 21), slice(38, 70)):
+    for few in (slice(0, 20), slice(20, 21), slice(21, 38), slice(38, 70)):
         part = ops.paged_attention(
             q[few], paged.k_cache, paged.v_cache, paged.tables[few], paged.seq_lens[few],
             return_lse=True,
@@ -85,13 +85,14 @@ def test_more_sequences_than_clusters_at_once() -> None:
 
 
 @pytest.mark.gpu
-def test_explain_tells_of_clusters() -> None:
+@pytest.mark.parametrize("dim, cluster", [(64, 6), (128, 7), (256, 6)])
+def test_explain_tells_of_clusters(dim: int, cluster: int) -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the routes of Hopper")
-    paged = Paged("cuda", [4096, 5], BLOCK, kv_heads=1)
-    q = normal("cuda", 2, 32, DIM)
+    paged = Paged("cuda", [4096, 5], BLOCK, dim=dim, kv_heads=1)
+    q = normal("cuda", 2, 32, dim)
     clusters = explained(paged, q, 1)
-    assert len(clusters.kernels) == 1 and "clusters of 6" in clusters.choices[0]
+    assert len(clusters.kernels) == 1 and f"clusters of {cluster}" in clusters.choices[0]
     paged.tables = pad(paged.tables, (0, 9))
     general = explained(paged, q, 1)
     assert len(general.kernels) == 2 and "clusters" not in general.choices[0]

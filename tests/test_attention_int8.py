@@ -1,0 +1,52 @@
+"""Decode over an int8 cache, whose kernels add a bias to keys and take it from the products."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from ridgeline import ops
+from test_attention import DEVICES
+
+BLOCK, HEADS, KV_HEADS = 64, 32, 8
+
+
+def dequantised(codes: Tensor, scales: Tensor, ids: Tensor, length: int) -> Tensor:
+    """[heads, keys, dim] of one sequence in float64."""
+    values = codes[ids.long()].double() * scales[ids.long()].double()[..., None]
+    return values.flatten(0, 1)[:length].repeat_interleave(HEADS // KV_HEADS, 1).transpose(0, 1)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lengths", [[700], [300, 64, 1, 515]])  # on Hopper a kernel each
+def test_queries_of_one_sign(lengths: list[int], dim: int, device: str) -> None:
+    """All codes, -128 too, by queries for which the bias weighs as much as it can."""
+    draw = torch.Generator().manual_seed(dim)
+    width = -(-max(lengths) // BLOCK)
+    shape = (len(lengths) * width, BLOCK, KV_HEADS, dim)
+    k, v = (torch.randint(-128, 128, shape, generator=draw).to(torch.int8) for _ in range(2))
+    k_scale, v_scale = (
+        (torch.rand(shape[:3], generator=draw) * 0.02 + 0.01).bfloat16() for _ in range(2)
+    )
+    tables = torch.randperm(shape[0], generator=draw).int().view(len(lengths), width)
+    q = (torch.randn(len(lengths), HEADS, dim, generator=draw).abs() + 4).bfloat16()
+    q[:, 1::2] *= -1
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    found = ops.paged_attention(
+        *(t.to(device) for t in (q, k, v, tables, seq_lens)),
+        k_scale=k_scale.to(device), v_scale=v_scale.to(device), return_lse=True,
+    )  # fmt: skip
+    out, lse = (t.double().cpu() for t in found)
+    for b, length in enumerate(lengths):
+        keys = dequantised(k, k_scale, tables[b], length)
+        values = dequantised(v, v_scale, tables[b], length)
+        scores = (keys @ q[b].double()[..., None])[..., 0] / math.sqrt(dim)
+        expected = scores.logsumexp(-1)
+        weights = (scores - expected[:, None]).exp()[:, None]
+        assert bool(((lse[:, b] - expected).abs() < 2e-3).all())
+        bound = 2.0**-8 * (weights @ values.abs())
+        assert bool(((out[b] - (weights @ values)[:, 0]).abs() <= bound[:, 0]).all())
