@@ -3,9 +3,9 @@
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
 #include "device/ticket.h"
-#include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_registers.cuh"
 #include "kernels/gemm_launch.cuh"
+#include "kernels/gemm_sm90_expand_fp8.cuh"
 #include "kernels/gemm_sm90_expand_produce.cuh"
 #include "kernels/gemm_sm90_expand_store.cuh"
 #include "kernels/gemm_sm90_expand_weights.cuh"
@@ -82,74 +82,6 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
 #pragma unroll
   for (auto& band : sums) ptx::hold_registers(band);
   release(before);
-}
-
-/// 128 columns of int4 as e4m3: what a thread has of a warp's 16 rows.
-struct Fp8Weights {
-  std::uint32_t a[kSteps][4];
-  float scale[2];
-
-  template <class Tile>
-  __device__ __forceinline__ void expand(const Shared<Tile>& shared, int stage,
-                                         const Consumer& me) {
-    const std::uint8_t* rows = shared.weight[stage][me.warpgroup] + me.warp * 1024 + me.lane * 16;
-#pragma unroll
-    for (int block = 0; block < 2; ++block) {
-      const uint4 words = *reinterpret_cast<const uint4*>(rows + block * 512);
-      device::int4_as_e4m3(words.x, a[2 * block][0], a[2 * block][1]);
-      device::int4_as_e4m3(words.y, a[2 * block][2], a[2 * block][3]);
-      device::int4_as_e4m3(words.z, a[2 * block + 1][0], a[2 * block + 1][1]);
-      device::int4_as_e4m3(words.w, a[2 * block + 1][2], a[2 * block + 1][3]);
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      scale[r] = device::to_float(
-                     shared.scales[stage].of[0][me.warpgroup][me.warp * 16 + me.quad + 8 * r]) *
-                 device::kInt4AsE4m3Unit;
-  }
-};
-
-/// e4m3 x: the next stage is expanded while one is multiplied, whose products are then added, times
-/// their group's scales, in float32: the tensor cores keep 14 bits of a sum.
-template <class Tile>
-__device__ __forceinline__ void multiply_fp8_tile(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
-                                                  Sums<Tile>& sums, const Work& work,
-                                                  const Consumer& me) {
-#pragma unroll
-  for (auto& piece : sums[0])
-#pragma unroll
-    for (float& sum : piece) sum = 0.0f;
-  Fp8Weights even, odd;
-  ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
-  even.expand(shared, ring.stage, me);
-  const auto stage = [&](const Fp8Weights& weights, Fp8Weights& next, bool has_next) {
-    const int s = ring.stage;
-    const std::uint64_t x = ptx::swizzled_operand(shared.x[s], 16, 8 * kRowBytes);
-    float products[Tile::kRows / 8][4];
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kSteps; ++i)
-      ptx::WgmmaFp8Registers<Tile::kRows>::mma(products, weights.a[i], x + i * kStepBytes / 16,
-                                               i != 0);
-    ptx::wgmma_commit();
-    ring.next();
-    if (has_next) {
-      ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
-      next.expand(shared, ring.stage, me);
-    }
-    ptx::wgmma_wait<0>();
-    ptx::hold_registers(products);
-    if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[s]);
-#pragma unroll
-    for (int i = 0; i < Tile::kRows / 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        sums[0][i][j] = fmaf(weights.scale[j / 2], products[i][j], sums[0][i][j]);
-  };
-  for (int k = 0; k < work.steps; k += 2) {
-    stage(even, odd, k + 1 < work.steps);
-    if (k + 1 < work.steps) stage(odd, even, k + 2 < work.steps);
-  }
 }
 
 // ---- Kernel -------------------------------------------------------------------------------------
