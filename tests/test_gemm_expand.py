@@ -32,7 +32,7 @@ def plan(M: int, N: int, K: int, format: str = "int4", sms: int = 132) -> dict[s
         M, N, K, "bfloat16", format, "none", True, False, True, False, False, sms
     )
     path, *fields = text.split()
-    assert path in ("expand", "cluster")
+    assert path in ("expand", "expand_to_fp8", "cluster")
     return {"path": path, **dict(field.split("=") for field in fields)}
 
 
@@ -94,6 +94,26 @@ def test_shared_tiles(M: int, N: int, K: int, expected: str, zero_point: bool, g
         out.fill_(float("nan"))
         graph.replay()
         assert torch.equal(out, first)
+
+
+# Rows of fp8 by int4, and who multiplies them: the cluster kernel, where its tiles are few.
+CODES = [
+    (65, 4096, 4096, "cluster"),
+    (128, 4096, 4096, "cluster"),
+    (128, 2048, 2048, "cluster"),  # two blocks a tile
+    (250, 2048, 2048, "cluster"),  # rows of the last tile are multiplied twice
+    (128, 6144, 4096, "segments"),
+    (250, 6144, 4096, "whole"),
+    (130, 1024, 1152, "cluster"),
+    (600, 8192, 128, "whole"),  # one stage
+    (600, 8192, 256, "whole"),  # two
+    (600, 8192, 384, "whole"),
+]
+
+
+@pytest.mark.parametrize(("M", "N", "K", "expected"), CODES)
+def test_who_multiplies_codes(M: int, N: int, K: int, expected: str) -> None:
+    assert who(plan(M, N, K, "int4_fp8")) == expected
 
 
 @pytest.mark.gpu

@@ -33,7 +33,7 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                  .weight_aligned = true,
                                  .whole_vectors = true,
                                  .byte_x = int8 || format == "fp8_fp8" || format == "int4_fp8",
-                                 .codes_x = format == "fp8_fp8",
+                                 .codes_x = format.ends_with("_fp8"),
                                  .bfloat_x = named_dtype(dtype) == DType::kBFloat16 &&
                                              !format.ends_with("_fp8") && !int8,
                                  .scales_products = fp8 || int8,
