@@ -117,6 +117,29 @@ def test_who_multiplies_codes(M: int, N: int, K: int, expected: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("M", "N", "K", "expected"), CODES)
+def test_codes(M: int, N: int, K: int, expected: str, gated: bool) -> None:
+    """Rows of fp8 by int4, against float64: products of 128 columns are added in float32."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    weight = ops.pack_int4((normal(N, K) * K**-0.5).bfloat16(), 128)
+    x, x_scale = normal(M, K).to(torch.float8_e4m3fn), normal(M).abs() + 0.5
+    residual = normal(M, N // 2 if gated else N).bfloat16()
+    activation = "silu_mul" if gated else None
+    out = ops.int4_linear(x, weight, x_scale=x_scale, activation=activation, residual=residual)
+    wanted = (x.double() * x_scale[:, None].double()) @ weight.dequantize().double().T
+    if gated:
+        gate, up = wanted.chunk(2, -1)
+        wanted = F.silu(gate) * up
+    wanted += residual.double()
+    assert (out.double() - wanted).norm() < 3e-3 * wanted.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("zero_point", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("M", "group"), [(20, 128), (40, 64), (100, 128), (100, 64)])
