@@ -588,3 +588,36 @@ def test_few_rows_of_experts_keep_their_bits_where_their_strips_move(kind: str, 
     for counts in ([0, 0, 1, 0, 0, 0, 0, 0], [1, 0, 5, 0, 0, 2, 0, 3], [0, 0, 2, 1, 2, 0, 0, 1]):
         for e, out in enumerate(product(counts)):
             assert torch.equal(out, many[e][: counts[e]]), (counts, e)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize("kind", ["int4", "int4_fp8", "fp8", "fp8_fp8"])
+@pytest.mark.parametrize("M", [13, 16, 20, 33, 64])  # two, four and eight octets of rows, and parts
+def test_a_chained_cluster_ends_with_the_same_bits(M: int, kind: str, residual: bool) -> None:
+    """Chained, two blocks exchange sums from registers to registers; alone by shared memory."""
+    N, K = 4096, 4096
+    chosen = plan(M, N, K, hopper=True, format=kind, chained=True)
+    assert (chosen["path"], chosen["tile_cols"], chosen["segments"]) == ("cluster", "64", "2")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    x, dense = normal(M, K), normal(N, K) * K**-0.5
+    options: dict[str, Any] = {"bias": normal(N), "residual": normal(M, N) if residual else None}
+    if kind.endswith("_fp8"):
+        x, options["x_scale"] = x.to(torch.float8_e4m3fn), normal(M).float().abs() + 0.5
+
+    def multiply(weights_ready: bool) -> Tensor:
+        if kind.startswith("int4"):
+            return ops.int4_linear(x, packed, **options, weights_ready=weights_ready)
+        options["out_dtype"] = torch.bfloat16
+        return ops.fp8_linear(x, codes, scale, **options, weights_ready=weights_ready)
+
+    packed = ops.pack_int4(dense, 128)
+    codes, scale = (dense * 100).to(torch.float8_e4m3fn), normal(N).float().abs() + 0.5
+    alone = multiply(False)
+    assert alone.isfinite().all()
+    for _ in range(3):
+        assert torch.equal(multiply(True), alone)

@@ -10,12 +10,19 @@
 #include "device/reduce.cuh"
 #include "kernels/gemm_cluster_consumer.cuh"
 #include "kernels/gemm_cluster_finish.cuh"
+#include "kernels/gemm_cluster_turns.cuh"
 #include "kernels/gemm_launch.cuh"
 
 namespace ridgeline::gemm_detail {
 namespace {
 
 using namespace gemm_cluster;
+
+/// Octets of rows of x whose sums TurnsEnd takes.
+template <int kTokens>
+constexpr int octets_of_turns(const ClusterParams& params) {
+  return kTokens == 64 ? 8 : params.rows_held <= 16 ? 2 : 4;
+}
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
@@ -57,8 +64,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (threadIdx.x == 0) {
       const int rows = max(0, min(params.rows_each, m - segment * params.rows_each));
       ptx::mbarrier_init(&fixed.received, 1);
-      ptx::mbarrier_expect(&fixed.received, rows * (segments - 1) * params.row_groups *
-                                                kGroupRows * static_cast<int>(sizeof(float)));
+      ptx::mbarrier_expect(&fixed.received,
+                           params.by_turns ? bytes_of_turns(octets_of_turns<kTokens>(params))
+                                           : rows * (segments - 1) * params.row_groups *
+                                                 kGroupRows * static_cast<int>(sizeof(float)));
     }
     ptx::fence_mbarrier_init();
   }
@@ -88,6 +97,20 @@ __global__ void __launch_bounds__(kThreads, 2)
         params, unit, warp % 4, lane,
         {row_of(in_tile), row_of(in_tile + 8)}};
     consumer.run(fixed, ring, begin, count, turn, groups == 1 ? 2 : 1);
+    if (params.by_turns) {
+      ptx::cluster_wait();  // the barriers of both blocks are made
+      const auto end = [&]<int kOctets>() {
+        const TurnsEnd<T, kOctets> turns{params, fixed, ring, reinterpret_cast<float4*>(received),
+                                         first, row0, m};
+        turns.run(consumer.sums);
+      };
+      if constexpr (kTokens == 64) {
+        end.template operator()<8>();
+      } else if constexpr (kTokens == 32) {
+        params.rows_held <= 16 ? end.template operator()<2>() : end.template operator()<4>();
+      }
+      return;
+    }
     ptx::named_barrier_sync(1, kConsumerThreads);  // every consumer has read its last stage
     finish.keep(consumer.sums, turn, in_tile);
     ptx::named_barrier_sync(1, kConsumerThreads);  // the block's sums are whole
@@ -138,9 +161,13 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                           : gemm_config::kShareOfSm;
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
+  params.by_turns = kTokens < kManyTokens && one_each &&
+                    ends_by_turns(p, params.row_groups, segments, sizeof(T));
   params.plain = stores_vectors(p, sizeof(T));
-  const int received = (segments - 1) * params.rows_each * params.row_groups * kGroupRows *
-                       static_cast<int>(sizeof(float));
+  const int received =
+      params.by_turns ? bytes_of_turns(octets_of_turns<kTokens>(params))
+                      : (segments - 1) * params.rows_each * params.row_groups * kGroupRows *
+                            static_cast<int>(sizeof(float));
   const int stages = std::min(kMaxStages, (params.shared_bytes - kFixedBytes - received) /
                                               params.stage_bytes);
   // By turns, a stage is always the same warpgroup's: it waits for each of its phases.

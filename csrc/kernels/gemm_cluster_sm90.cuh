@@ -41,6 +41,7 @@ struct ClusterParams {
   std::int32_t rows_held;     // of x, in the sums: whole octets
   std::int32_t rows_each;     // of x, that a block of the cluster finishes, at most
   float unit;                 // of the sums: in it, they are y
+  std::int32_t by_turns;      // TurnsEnd ends the tile
   std::int32_t plain;         // no activation, no residual, and four columns of y are a vector
 };
 

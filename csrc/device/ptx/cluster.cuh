@@ -23,6 +23,21 @@ __device__ __forceinline__ void put_in_block(float4* shared, const float4& value
       : "memory");
 }
 
+/// The same of 8 bytes.
+__device__ __forceinline__ void put_in_block(float2* shared, const float2& value,
+                                             std::uint64_t* barrier, int rank) {
+  asm volatile(
+      "{\n"
+      ".reg .u32 there, counted;\n"
+      "mapa.shared::cluster.u32 there, %0, %4;\n"
+      "mapa.shared::cluster.u32 counted, %3, %4;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32"
+      " [there], {%1, %2}, [counted];\n"
+      "}\n" ::"r"(shared_address(shared)),
+      "f"(value.x), "f"(value.y), "r"(shared_address(barrier)), "r"(rank)
+      : "memory");
+}
+
 /// Copies `bytes`, a multiple of 16, by the copy engine to `to` of block `rank`; `barrier` there
 /// receives them. Until it has, neither block may end. One thread issues it.
 /// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
