@@ -26,15 +26,6 @@ constexpr std::int32_t segments_of(const Shape& shape) {
   return segments;
 }
 
-/// Shared memory of the strips kernel: ring and barriers, sums, x and its units.
-constexpr std::int64_t strips_bytes(const Shape& shape) {
-  constexpr std::int64_t kRing = 66 * 1024, kSums = 2 * 8 * kStripRows * sizeof(float);
-  constexpr std::int64_t kUnit = 256 / sizeof(float);  // columns that share a byte of units
-  const int together = shape.format == WeightFormat::kInt8 ? 2 : 1;  // int8 in a column of 16 bits
-  const std::int64_t cols = round_up<std::int64_t>(ceil_div(shape.K, together), 512);
-  return kRing + shape.M * (kSums + 2 * cols + cols / kUnit + 32);
-}
-
 /// Hopper's kernels for few rows. They have orders of K of their own, which no kernel for many rows
 /// repeats: not where bits may not depend on M.
 constexpr bool is_for_hopper(const Shape& shape) {
@@ -62,13 +53,6 @@ constexpr std::int32_t strips_rows(const Shape& shape) {
 constexpr bool is_for_strips(const Shape& shape) {
   return shape.format != WeightFormat::kInt4 && shape.M <= strips_rows(shape) &&
          strips_bytes(shape) <= 2 * kShareOfSm;
-}
-
-/// Shared memory of the digits kernel, at most: rings, sums, x and the spans of it.
-constexpr std::int64_t digits_bytes(const Shape& shape) {
-  constexpr std::int64_t kRing = 8 * 2 * (8 * 512 + 256 + 128) + 1024;
-  constexpr std::int64_t kSums = 2 * 8 * kStripRows * sizeof(float), kX = 2 * kDigitsCols + 64;
-  return kRing + shape.M * kSums + ceil_div(shape.K, kDigitsCols) * (shape.M * kX + 128);
 }
 
 /// Groups that divide a chunk or are whole ones.
@@ -119,8 +103,8 @@ constexpr bool is_for_held(const Shape& shape) {
   const std::int64_t pairs = ceil_div(shape.N, 2 * kStripRows);
   const std::int64_t strips = 2 * ceil_div<std::int64_t>(pairs, kClusters[blocks - 1]);
   const std::int64_t parts = blocks * ceil_div<std::int64_t>(shape.M, blocks) * strips;
-  return blocks == 1 ||
-         kHeldBytes + parts * kStripRows * std::int64_t{sizeof(float)} <= kMostBytes;
+  if (blocks == 1) return kHeldBytes + operand_bytes(shape) <= kMostBytes;
+  return kHeldBytes + parts * kStripRows * std::int64_t{sizeof(float)} <= kMostBytes;
 }
 
 /// Hopper's kernels for many rows. They have one order of K, but not that of the other kernels: not

@@ -8,6 +8,7 @@
 #include "device/ptx/tensor_copy.cuh"
 #include "device/ptx/warpgroup.cuh"
 #include "kernels/gemm_launch.cuh"
+#include "kernels/gemm_strip_outputs.cuh"
 
 namespace ridgeline::gemm_detail {
 namespace {
@@ -55,7 +56,8 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, kTiles == 1 ? 
     if (warp == kWarps && !p.weights_ready) prefetch_x(p, lane, 32);
     if (threadIdx.x == kWarps * 32) prefetch_norm(p);
     ptx::wait_for_dependencies();
-    return finish_strips<T>(p, params.order, barriers.sums, sums_at, barriers.squares, nullptr);
+    return finish_strips<T>(p, params.order, barriers.sums, sums_at, memory + params.operands_at,
+                            barriers.squares, nullptr);
   }
   if (lane == 0) first.begin(p.weights_ready);
   barriers.squares.clear(warp, lane);
@@ -138,9 +140,10 @@ void launch(const GemmParams& p, Stream stream) {
   params.stage_bytes =
       params.zeros_at + (p.weight.zeros ? round_up(groups * kZeroBytes, 128) : 0);
   const int rows = static_cast<int>(p.M), spans = params.chunks * (kChunkBlocks / kSpan) * rows;
-  const int shared = kWarps * kStages * params.stage_bytes + sizeof(Barriers) + sums_bytes(p) +
-                     round_up(spans, 2) * sizeof(Span) +
-                     params.chunks * kChunkBlocks * block_bytes(rows);
+  params.operands_at = kWarps * kStages * params.stage_bytes + sizeof(Barriers) + sums_bytes(p) +
+                       round_up(spans, 2) * sizeof(Span) +
+                       params.chunks * kChunkBlocks * block_bytes(rows);
+  const int shared = params.operands_at + KeptOperands<T>::bytes(p, params.order);
   constexpr auto kKernel = digits_sm90_kernel<T, kSpan, kTiles>;
   constexpr auto kName = "linear: digits";
   prefer_shared_memory<kKernel>(kName);

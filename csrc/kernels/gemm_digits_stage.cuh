@@ -28,6 +28,7 @@ struct DigitsParams {
   std::int32_t group_shift;   // log2 of the columns that share a scale in a chunk
   std::int32_t zeros_at;      // in a stage
   std::int32_t stage_bytes;
+  std::int32_t operands_at;   // in shared memory: KeptOperands
 };
 
 // ---- Shared memory ------------------------------------------------------------------------------

@@ -38,14 +38,18 @@ struct Operands {
   float x_scale = 1.0f, weight_scale = 1.0f, bias = -0.0f, residual = -0.0f;
 };
 
+/// The scale of weight row n.
+__device__ __forceinline__ float weight_scale_of(const GemmParams& p, std::int64_t n) {
+  if (!p.weight.scales_products()) return 1.0f;
+  const float* scales = static_cast<const float*>(p.weight.scales);
+  return scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0];
+}
+
 /// Those of weight row n.
 template <class T>
 __device__ __forceinline__ void load_of_column(Operands& operands, const GemmParams& p,
                                                std::int64_t n) {
-  if (p.weight.scales_products()) {
-    const float* scales = static_cast<const float*>(p.weight.scales);
-    operands.weight_scale = scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0];
-  }
+  operands.weight_scale = weight_scale_of(p, n);
   if (p.bias) operands.bias = device::to_float(static_cast<const T*>(p.bias)[n]);
 }
 
@@ -68,6 +72,11 @@ __device__ __forceinline__ Operands operands_of(const GemmParams& p, std::int64_
   load_of_column<T>(operands, p, n);
   load_of_row<T>(operands, p, m, column);
   return operands;
+}
+
+/// rmsnorm folded into a product: what its sums of a row are multiplied by.
+__device__ __forceinline__ float norm_factor(const GemmParams& p, float squares) {
+  return rsqrtf(squares / p.K + p.x.norm_eps);
 }
 
 /// The sum, scaled, plus bias. Products and sums are rounded one by one, so that every kernel gives

@@ -5,6 +5,7 @@
 #include "device/ptx/mma.cuh"
 #include "kernels/gemm_held_stage.cuh"
 #include "kernels/gemm_launch.cuh"
+#include "kernels/gemm_strip_outputs.cuh"
 
 namespace ridgeline::gemm_detail {
 namespace {
@@ -54,27 +55,19 @@ __device__ void finish_strips(const HeldParams& params, Shared& shared, float* p
   const GemmParams& p = params.gemm;
   const int thread = threadIdx.x - kMultipliers, m = thread / kStripRows, at = thread % kStripRows;
   const bool paired = params.order.paired == 2, alone = ptx::cluster_blocks() == 1;
-  const auto operands_of_strip = [&](int strip) {
-    Operands operands;
-    const int weight_row = row_of(params.order, first, strip) + at;
-    if (!alone || m >= p.M || strip >= strips) return operands;
-    load_of_column<T>(operands, p, weight_row);
-    load_of_row<T>(operands, p, m, paired && strip % 2 == 1 ? kNoColumn : weight_row);
-    return operands;
-  };
-  float gate = 0.0f;
-  Operands of_gate, following = operands_of_strip(0);
+  const gemm_strips::KeptOperands<T> kept(p, params.order, strips, reinterpret_cast<char*>(parts));
+  if (alone) kept.bring(params.order, first, thread, kFinishers);
+  ptx::named_barrier_sync(1, kFinishers);  // they are kept
+  float gate = 0.0f, x_scale = p.x.scale && alone && m < p.M
+                                   ? p.x.scale[p.x.scale_per_row ? m : 0] : 1.0f;
   for (int strip = 0; strip < strips; ++strip) {
-    const int weight_row = row_of(params.order, first, strip) + at;
     const bool up = paired && strip % 2 == 1;
-    Operands operands = following;
-    following = operands_of_strip(strip + 1);  // a strip ahead: their latency would be the strip's
     const int buffer = strip % kBuffers;
     ptx::mbarrier_wait(&shared.done[buffer], strip / kBuffers % 2);
-    if (alone && p.x.norm_weight) {
+    if (strip == 0 && alone && p.x.norm_weight) {
       float squares = 0.0f;
       for (int w = 0; w < slices; ++w) squares += shared.squares[m][w];
-      operands.x_scale = gemm_strips::norm_factor(p, squares);
+      x_scale = norm_factor(p, squares);
     }
     float totals[4] = {};
 #pragma unroll
@@ -88,12 +81,18 @@ __device__ void finish_strips(const HeldParams& params, Shared& shared, float* p
       float* to = parts + ((ptx::cluster_rank() * params.strips + strip) * params.rows_each +
                            m % params.rows_each) * kStripRows + at;
       *ptx::in_block(to, m / params.rows_each) = total;
-    } else if (up) {
-      finish_gated<T>(p, of_gate, operands, gate, total, m, weight_row - params.order.up_rows);
-    } else if (paired) {
-      gate = total, of_gate = operands;
+    } else if (paired && !up) {
+      gate = total;
     } else {
-      finish<T>(p, operands, total, m, weight_row);
+      const int column = strip / params.order.paired * kStripRows + at, n = first + column;
+      const Operands own{.x_scale = x_scale,
+                         .bias = kept.bias(false, column),
+                         .residual = kept.residual(m, column)};
+      if (paired)
+        finish_gated<T>(p, own, {.x_scale = x_scale, .bias = kept.bias(true, column)}, gate, total,
+                        m, n);
+      else
+        finish<T>(p, own, total, m, n);
     }
   }
 }
@@ -209,8 +208,8 @@ void launch(const GemmParams& p, int blocks, Stream stream) {
   params.blocks = ceil_div(p.K, Int4Layout::kCols);
   params.strips = params.order.paired * ceil_div(items, clusters);
   params.rows_each = ceil_div(static_cast<int>(p.M), blocks);
-  const int parts =
-      blocks == 1 ? 0 : blocks * params.strips * params.rows_each * kStripRows * 4;
+  const int parts = blocks == 1 ? gemm_strips::KeptOperands<T>::bytes(p, params.order)
+                                : blocks * params.strips * params.rows_each * kStripRows * 4;
   device::launch_chained<held_sm90_kernel<T>>(dim3(clusters * blocks), dim3(kThreads),
                                               sizeof(Shared) + parts, stream, params,
                                               "linear: held", blocks);

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "common/math.h"
 #include "kernels/gemm.h"
 
 /// What the choice of a product's kernel reads and says, and the sizes that both it and the kernels
@@ -80,6 +81,29 @@ struct Shape {
   bool makes_codes = false;          // and becomes e4m3 there
   std::int32_t sms = kBlocksWanted;  // of the GPU
 };
+
+/// Shared memory that a block which has strips of the weight keeps bias and residual in, at most.
+constexpr std::int64_t operand_bytes(const Shape& shape) {
+  const std::int64_t rows = 2 + (shape.has_residual ? shape.M : 0);
+  return rows * ceil_div(ceil_div(shape.N, kStripRows), shape.sms) * kStripRows * 2;
+}
+
+/// Shared memory of the strips kernel: ring and barriers, sums, x and its units.
+constexpr std::int64_t strips_bytes(const Shape& shape) {
+  constexpr std::int64_t kRing = 66 * 1024, kSums = 2 * 8 * kStripRows * sizeof(float);
+  constexpr std::int64_t kUnit = 256 / sizeof(float);  // columns that share a byte of units
+  const int together = shape.format == WeightFormat::kInt8 ? 2 : 1;  // int8 in a column of 16 bits
+  const std::int64_t cols = round_up<std::int64_t>(ceil_div(shape.K, together), 512);
+  return kRing + shape.M * (kSums + 2 * cols + cols / kUnit + 32) + operand_bytes(shape);
+}
+
+/// Shared memory of the digits kernel, at most: rings, sums, x and the spans of it.
+constexpr std::int64_t digits_bytes(const Shape& shape) {
+  constexpr std::int64_t kRing = 8 * 2 * (8 * 512 + 256 + 128) + 1024;
+  constexpr std::int64_t kSums = 2 * 8 * kStripRows * sizeof(float), kX = 2 * kDigitsCols + 64;
+  return kRing + shape.M * kSums + ceil_div(shape.K, kDigitsCols) * (shape.M * kX + 128) +
+         operand_bytes(shape);
+}
 
 struct Config {
   Path path;

@@ -8,9 +8,8 @@
 #include "kernels/gemm_config.h"
 #include "kernels/gemm_epilogue.cuh"
 
-/// What kernels that stream strips of 16 weight rows share: the order of a block's strips, and how
-/// its warps, each with sums over some of the columns, add them up while they go on with the next
-/// strip.
+/// What kernels that stream strips of 16 weight rows share: the order of a block's strips, and where
+/// its warps leave their sums over some of the columns while they go on with the next strip.
 namespace ridgeline::gemm_strips {
 
 using gemm_config::kStripRows;
@@ -77,8 +76,8 @@ struct ChunkWalk {
 constexpr int kColumnsOfPairs = 4096;
 
 inline int share_of(const GemmParams& p) {
-  const bool pairs = p.M == 1 && p.x.norm_weight != nullptr && p.K <= kColumnsOfPairs &&
-                     p.weight.format != WeightFormat::kDense;
+  const bool pairs = p.M == 1 && p.x.norm_weight != nullptr && p.weights_ready &&
+                     p.K <= kColumnsOfPairs && p.weight.format != WeightFormat::kDense;
   return pairs ? gemm_config::kShareOfSm : gemm_config::kShareOfStrips;
 }
 
@@ -117,10 +116,6 @@ struct Squares {
     return total;
   }
 };
-
-__device__ __forceinline__ float norm_factor(const GemmParams& p, float squares) {
-  return rsqrtf(squares / p.K + p.x.norm_eps);
-}
 
 /// What of x and of the norm's weight a lane stages at a time.
 template <class T, int kPairs>
@@ -194,13 +189,19 @@ struct FirstRequests {
   }
 };
 
-/// Asks L2 for lines of x, some a block: behind the wait every block asks for all.
+/// Asks L2 for lines of x and of the norm's weight, some a block: behind the wait every block asks
+/// for all.
 __device__ __forceinline__ void prefetch_x(const GemmParams& p, int thread, int threads) {
   constexpr int kLine = 128;
   const int bytes = p.K * static_cast<int>(size_of(p.x.dtype)), lines = ceil_div(bytes, kLine);
   const auto* x = static_cast<const char*>(p.x.data);
-  for (int i = blockIdx.x * threads + thread; i < lines * p.M; i += gridDim.x * threads)
-    ptx::prefetch_line(x + (i / lines * p.x.stride_row) * size_of(p.x.dtype) + i % lines * kLine);
+  const auto* norm = static_cast<const char*>(p.x.norm_weight);
+  const int rows = static_cast<int>(p.M) + (norm ? 1 : 0);
+  for (int i = blockIdx.x * threads + thread; i < lines * rows; i += gridDim.x * threads) {
+    const int row = i / lines;
+    const auto* of_row = row == p.M ? norm : x + row * p.x.stride_row * size_of(p.x.dtype);
+    ptx::prefetch_line(of_row + i % lines * kLine);
+  }
 }
 
 // ---- Sums ---------------------------------------------------------------------------------------
@@ -251,46 +252,6 @@ __device__ __forceinline__ float total_of(const float* sums, int each, int strip
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) total += of_strip[w * each];
   return total;
-}
-
-/// What the warps do that add up: the outputs of the block's strips, in order. `code_scale`: of
-/// a row of x that became codes.
-template <class T>
-__device__ void finish_strips(const GemmParams& p, const StripOrder& order, StripSums& barriers,
-                              const float* sums, const Squares& squares, const float* code_scale) {
-  const bool paired = order.paired == 2;
-  const int strips = order.strips(blockIdx.x), each = sums_each(p);
-  const int begin = threadIdx.x - kThreads, step = blockDim.x - kThreads;
-  int row = order.first_row(blockIdx.x);
-  for (int strip = 0; strip < strips; ++strip, row = order.next_row(row, strip % 2 == 0)) {
-    if (paired && strip % 2 == 0) continue;  // gates wait for their up rows
-    const int weight_row = row + begin % kStripRows, n = paired ? weight_row - p.N / 2 : weight_row;
-    Operands own, up;
-    if (weight_row < p.N) load_of_column<T>(own, p, n);
-    if (weight_row < p.N && paired) load_of_column<T>(up, p, weight_row);
-    // Those of the first outputs ahead of the sums, too.
-    if (weight_row < p.N && begin < each) load_of_row<T>(own, p, begin / kStripRows, n);
-    if (paired) barriers.wait_done(strip - 1);
-    barriers.wait_done(strip);
-#pragma unroll 2
-    for (int i = begin; i < each; i += step) {
-      if (weight_row >= p.N) break;
-      const int m = i / kStripRows;
-      if (i != begin) load_of_row<T>(own, p, m, n);
-      // These came with x, which the sums wait for.
-      if (p.x.to_codes) own.x_scale = *code_scale;
-      else if (p.x.norm_weight) own.x_scale = norm_factor(p, squares.sum(m));
-      const float sum = total_of(sums, each, strip, i);
-      if (paired) {
-        up.x_scale = own.x_scale;
-        finish_gated<T>(p, own, up, total_of(sums, each, strip - 1, i), sum, m, n);
-      } else {
-        finish<T>(p, own, sum, m, n);
-      }
-    }
-    if (paired) barriers.arrive_free(strip - 1);
-    barriers.arrive_free(strip);  // this lane has read the sums
-  }
 }
 
 }  // namespace ridgeline::gemm_strips

@@ -7,6 +7,7 @@
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "kernels/gemm_launch.cuh"
+#include "kernels/gemm_strip_outputs.cuh"
 
 namespace ridgeline::gemm_detail {
 namespace {
@@ -52,8 +53,8 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, 2)
     if (warp == kWarps && !p.weights_ready) prefetch_x(p, lane, 32);
     if (threadIdx.x == kWarps * 32) prefetch_norm(p);
     ptx::wait_for_dependencies();
-    return finish_strips<T>(p, params.order, shared.sums, sums_at, shared.squares,
-                            &shared.codes.scale);
+    return finish_strips<T>(p, params.order, shared.sums, sums_at, memory + params.operands_at,
+                            shared.squares, &shared.codes.scale);
   }
   if (lane == 0) weight_first.begin(p.weights_ready);
   shared.squares.clear(warp, lane);
@@ -156,11 +157,13 @@ void launch(const GemmParams& p, Stream stream) {
   // Rows of x start in different banks: 16 bytes apart for ldmatrix, 32 for two words a thread.
   params.pitch =
       params.chunks * kChunkCols<kFormat> * 2 + (kFormat == WeightFormat::kFp8 ? 32 : 16);
-  const int others = sizeof(Shared) + sums_bytes(p) +
-                     static_cast<int>(p.M) * (params.pitch + (params.chunks + 1) * 4);
+  const int fixed = sizeof(Shared) + sums_bytes(p) +
+                    static_cast<int>(p.M) * (params.pitch + (params.chunks + 1) * 4);
+  const int others = fixed + KeptOperands<T>::bytes(p, params.order);
   const bool fits = kMostStages * kWarps * kChunkBytes + others <= share_of(p);
   const bool deep = fits && (kFormat == WeightFormat::kDense || p.M == 1);
   params.stages = deep ? kMostStages : kMostStages - 1;
+  params.operands_at = params.stages * kWarps * kChunkBytes + fixed;
   const int shared = params.stages * kWarps * kChunkBytes + others;
   constexpr auto kKernel = strips_sm90_kernel<T, E, kFormat, kFp8X>;
   constexpr auto kName = "linear: strips";

@@ -38,6 +38,7 @@ struct StripsParams {
   std::int32_t chunks;  // of a strip
   std::int32_t pitch;   // bytes of a row of x in shared memory
   std::int32_t stages;  // of a warp's ring
+  std::int32_t operands_at;  // in shared memory: KeptOperands
 };
 
 // ---- Shared memory ------------------------------------------------------------------------------
