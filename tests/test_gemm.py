@@ -331,6 +331,13 @@ def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -
     assert plan(M, N, K, hopper=True)["path"] == path
 
 
+def test_a_norm_goes_where_it_is_folded() -> None:
+    paths = [plan(M, 5120, 5120, hopper=True, norm=True)["path"] for M in (8, 9, 16, 17)]
+    assert paths == ["strips", "cluster", "cluster", "library"]
+    half = plan(16, 5120, 5120, hopper=True, norm=True, dtype="float16")
+    assert half["path"] == "library"
+
+
 def test_gated_products_of_few_rows_are_fused() -> None:
     assert plan(32, 2048, 2048, hopper=True, activation="silu_mul")["path"] == "cluster"
     assert plan(65, 2048, 2048, hopper=True, activation="silu_mul")["path"] == "library"

@@ -87,11 +87,14 @@ struct Plan {
   std::size_t prepared = 0, terms = 0, units = 0, partials = 0, product = 0, library = 0, total = 0;
 };
 
-/// Whether the kernel normalizes x on its way.
+/// Whether the kernel normalizes x on its way. The cluster kernel does so where bits may depend on
+/// M, for it takes other rows than those it can normalize.
 bool folds_norm(const GemmParams& p, Path path) {
   const bool strips = path == Path::kStrips || path == Path::kDigits || path == Path::kOnce ||
                       path == Path::kHeld;
-  return strips && p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype &&
+  const bool cluster =
+      path == Path::kCluster && p.M <= gemm_config::kNormRows && !p.batch_invariant;
+  return (strips || cluster) && p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype &&
          p.x.norm_dtype == p.dtype && is_aligned(p.x.norm_weight, 0);
 }
 

@@ -1,4 +1,6 @@
 #pragma once
+#include <algorithm>
+
 #include "device/dequant.cuh"
 #include "device/ptx/warpgroup.cuh"
 #include "device/ptx/wgmma_few.cuh"
@@ -299,11 +301,11 @@ struct Consumer {
       }
     } else if constexpr (Layout::kInt4) {
       const bool whole = p.weight.group % Layout::kCols == 0 || p.weight.group >= p.K;
-      const bool few = whole && kTokens == 32;
+      const bool few = whole && kTokens <= 32;
       if (few && params.rows_held <= 16) {
         run_scaled_sums<16>(fixed, ring, count, turn, turns);
       } else if (few) {
-        run_scaled_sums<32>(fixed, ring, count, turn, turns);
+        run_scaled_sums<std::min(kTokens, 32)>(fixed, ring, count, turn, turns);
       } else if (p.weight.zeros) {
         run_scaled_rows<true>(fixed, ring, begin, count, turn, turns);
       } else {

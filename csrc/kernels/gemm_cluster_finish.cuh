@@ -94,6 +94,39 @@ struct Finish {
     }
   }
 
+  /// Squares of the other blocks, behind their sums.
+  __device__ float* squares_of(int from) const {
+    return reinterpret_cast<float*>(inbox(blocks - 1, 0, 0)) + from * gemm_config::kNormRows;
+  }
+
+  /// The block's squares of all rows, to the others.
+  __device__ void send_squares() const {
+    constexpr int kPieces = gemm_config::kNormRows / kEach;
+    const int s = 1 + threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
+    if (s >= blocks) return;
+    const int owner = rank + s < blocks ? rank + s : rank + s - blocks;
+    const int from = rank < owner ? rank : rank - 1;
+    float4 total{};
+#pragma unroll
+    for (int w = 0; w < kNormWarps; ++w)
+      add(total, reinterpret_cast<const float4*>(fixed.squares_of(w))[piece]);
+    ptx::put_in_block(reinterpret_cast<float4*>(squares_of(from)) + piece, total, &fixed.received,
+                      owner);
+  }
+
+  /// A row's norm goes to its scale.
+  __device__ void fold_norm() const {
+    const int m = threadIdx.x;
+    if (m >= rows) return;
+    float own = 0.0f, squares = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kNormWarps; ++w) own += fixed.squares_of(w)[m];
+#pragma unroll 1
+    for (int s = 0; s < blocks; ++s)
+      squares += s == rank ? own : squares_of(s < rank ? s : s - 1)[m];
+    fixed.x_scale[m] *= norm_factor(params.gemm, squares);
+  }
+
   /// All blocks' sums, in order.
   __device__ float4 total_of(int m, int column) const {
     const float4 own = sum_of(m, column);

@@ -10,6 +10,7 @@
 #include "device/reduce.cuh"
 #include "kernels/gemm_cluster_consumer.cuh"
 #include "kernels/gemm_cluster_finish.cuh"
+#include "kernels/gemm_cluster_norm.cuh"
 #include "kernels/gemm_cluster_turns.cuh"
 #include "kernels/gemm_launch.cuh"
 
@@ -17,6 +18,14 @@ namespace ridgeline::gemm_detail {
 namespace {
 
 using namespace gemm_cluster;
+
+// ---- Constants ----------------------------------------------------------------------------------
+
+/// The kernel of so few rows of x meets them with a norm, by further warps.
+constexpr int kNormTokens = gemm_config::kNormRows;
+
+template <int kTokens>
+constexpr int kBlockThreads = kThreads + (kTokens == kNormTokens ? (kNormWarps - 1) * 32 : 0);
 
 /// Octets of rows of x whose sums TurnsEnd takes.
 template <int kTokens>
@@ -34,9 +43,10 @@ constexpr int octets_of_turns(const ClusterParams& params) {
 /// shared memory, the others expanded into registers. At the end each block adds up, in order, some
 /// rows of x, of which its neighbours send it their sums. Sums in float32; of fp8 by fp8, of which
 /// the tensor cores keep 14 bits, every 128 columns anew.
+/// The kernel of 16 rows of x has three warps that bring x and meet it with its norm.
 /// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
 template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
     cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Layout = StageLayout<kFormat, kFp8X, kTokens>;
@@ -57,17 +67,22 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int first = blockIdx.y / row_tiles * params.box_rows;  // column of the product
   const int up_first = params.paired ? first + p.N / 2 : first;
   const auto [begin, count] = gemm_config::stages_of(params.steps, segments, segment);
+  constexpr bool kFolds = kTokens == kNormTokens;
 
+  if (kFolds && threadIdx.x < kNormWarps * kNormTokens) fixed.squares_of(0)[threadIdx.x] = 0.0f;
   if (threadIdx.x < kMaxStages) {
+    if (kFolds) ptx::mbarrier_init(&fixed.raw[threadIdx.x], 1);
     ptx::mbarrier_init(&fixed.full[threadIdx.x], 2);
     ptx::mbarrier_init(&fixed.empty[threadIdx.x], 4 * params.row_groups);
     if (threadIdx.x == 0) {
       const int rows = max(0, min(params.rows_each, m - segment * params.rows_each));
       ptx::mbarrier_init(&fixed.received, 1);
-      ptx::mbarrier_expect(&fixed.received,
-                           params.by_turns ? bytes_of_turns(octets_of_turns<kTokens>(params))
-                                           : rows * (segments - 1) * params.row_groups *
-                                                 kGroupRows * static_cast<int>(sizeof(float)));
+      const int squares = kFolds ? kNormTokens : 0;
+      ptx::mbarrier_expect(
+          &fixed.received,
+          params.by_turns ? bytes_of_turns(octets_of_turns<kTokens>(params))
+                          : (segments - 1) * (rows * params.row_groups * kGroupRows + squares) *
+                                static_cast<int>(sizeof(float)));
     }
     ptx::fence_mbarrier_init();
   }
@@ -80,8 +95,12 @@ __global__ void __launch_bounds__(kThreads, 2)
   const Producer<Layout> producer{params, fixed, ring, begin, count, first, up_first, row0};
   if (warp == kConsumers) {
     if (lane == 0) producer.run_weight();
-  } else if (warp == kConsumers + 1) {
-    if (lane == 0) producer.run_x();
+  } else if (warp > kConsumers) {
+    if constexpr (kFolds) {
+      Normalizer<T, Layout>{producer, warp - kConsumers - 1, lane}.run();
+    } else {
+      if (lane == 0) producer.run_x();
+    }
   } else {
     ptx::wait_for_dependencies();
     const int groups = params.row_groups, turn = groups == 1 ? warp / 4 : 0;
@@ -117,7 +136,12 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (segments > 1) {
       ptx::cluster_wait();  // the barriers of all blocks are made
       finish.send();
+      if (kFolds) finish.send_squares();
       ptx::mbarrier_wait(&fixed.received, 0);
+    }
+    if (kFolds) {
+      finish.fold_norm();
+      ptx::named_barrier_sync(1, kConsumerThreads);  // the rows' scales are whole
     }
     finish.store();
   }
@@ -132,7 +156,8 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   constexpr int kCols = Layout::kCols;
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const int segments = config.segments;
-  const int rows = static_cast<int>(std::min<std::int64_t>(p.M, kTokens));
+  constexpr bool kFolds = kTokens == kNormTokens;
+  const int rows = kFolds ? kTokens : static_cast<int>(std::min<std::int64_t>(p.M, kTokens));
   ClusterParams params{.gemm = p};
   params.paired = is_gated(p.activation);
   params.tile_rows = config.tile_cols;
@@ -161,13 +186,14 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                           : gemm_config::kShareOfSm;
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
-  params.by_turns = kTokens < kManyTokens && one_each &&
+  params.by_turns = kTokens < kManyTokens && !kFolds && one_each &&
                     ends_by_turns(p, params.row_groups, segments, sizeof(T));
   params.plain = stores_vectors(p, sizeof(T));
   const int received =
       params.by_turns ? bytes_of_turns(octets_of_turns<kTokens>(params))
-                      : (segments - 1) * params.rows_each * params.row_groups * kGroupRows *
-                            static_cast<int>(sizeof(float));
+                      : (segments - 1) * static_cast<int>(sizeof(float)) *
+                            (params.rows_each * params.row_groups * kGroupRows +
+                             (kFolds ? kNormTokens : 0));
   const int stages = std::min(kMaxStages, (params.shared_bytes - kFixedBytes - received) /
                                               params.stage_bytes);
   // By turns, a stage is always the same warpgroup's: it waits for each of its phases.
@@ -218,7 +244,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   check(tiles <= 65535, "linear: weight rows must be at most ", 65535 * params.box_rows, ", got ",
         p.N);
   device::launch_chained<cluster_sm90_kernel<T, E, kFormat, kFp8X, kTokens>>(
-      dim3(segments, tiles), dim3(kThreads), params.shared_bytes, stream, params,
+      dim3(segments, tiles), dim3(kBlockThreads<kTokens>), params.shared_bytes, stream, params,
       "linear: cluster", segments);
 }
 
@@ -241,8 +267,20 @@ void launch_format(const GemmParams& p, const gemm_config::Config& config, Strea
   }
 }
 
+void launch_norm(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  using T = __nv_bfloat16;
+  check(p.M <= kNormTokens && p.x.dtype == DType::kBFloat16,
+        "linear: the cluster kernel folds norms of at most ", kNormTokens,
+        " rows of bfloat16, got ", p.M);
+  constexpr auto kDense = WeightFormat::kDense, kInt4 = WeightFormat::kInt4;
+  if (p.weight.format == kDense) return launch<T, T, kDense, false, kNormTokens>(p, config, stream);
+  if (p.weight.format == kInt4) return launch<T, T, kInt4, false, kNormTokens>(p, config, stream);
+  launch<T, T, WeightFormat::kFp8, false, kNormTokens>(p, config, stream);
+}
+
 template <class T>
 void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  if (p.x.norm_weight) return launch_norm(p, config, stream);
   if (p.M <= 32) return launch_format<T, 32>(p, config, stream);
   if (p.weight.format == WeightFormat::kDense && p.M > gemm_config::kFewRows)
     return launch<T, T, WeightFormat::kDense, false, kManyTokens>(p, config, stream);

@@ -17,6 +17,7 @@ using gemm_config::kStripRows;
 constexpr int kConsumers = 8;          // warps that multiply, ...
 constexpr int kConsumerThreads = kConsumers * 32;
 constexpr int kThreads = kConsumerThreads + 2 * 32;  // ... and two that request
+constexpr int kNormWarps = 3;          // that request x and weigh it, where it meets its norm
 constexpr int kRowBytes = 128;         // of an operand's row in a stage, swizzled
 constexpr int kManyTokens = 128;       // rows of x, at most
 constexpr int kMaxGroups = 4;          // of 32 columns and more, in a stage
@@ -80,10 +81,17 @@ struct StageLayout {
 /// Fixed parts; after them the ring, and what neighbours of the cluster send.
 struct Fixed {
   std::uint64_t full[kMaxStages], empty[kMaxStages];
-  std::uint64_t received;  // the sums of the cluster's other blocks
-  float x_scale[kManyTokens];
+  std::uint64_t raw[kMaxStages];  // x is in, which is to meet its norm, and int4's scales
+  std::uint64_t received;         // the sums of the cluster's other blocks
+  alignas(16) float x_scale[kManyTokens];
   alignas(16) float scale[2 * kGroupRows], bias[2 * kGroupRows];  // of the tile's weight rows
+
+  /// Where x is to meet its norm: squares of its rows, of the columns that a warp weighed.
+  __device__ float* squares_of(int warp) {
+    return x_scale + (1 + warp) * gemm_config::kNormRows;
+  }
 };
+static_assert((1 + kNormWarps) * gemm_config::kNormRows <= kManyTokens);
 constexpr int kFixedBytes = 2048;
 static_assert(sizeof(Fixed) <= kFixedBytes);
 

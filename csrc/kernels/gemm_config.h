@@ -185,9 +185,13 @@ constexpr void cut_for_cluster(const Shape& shape, Config& config) {
 /// 4096 x 28672 58.9, 58.8, 61.3 and 63.8, 64.5, 67.4; 4096 x 128256 249, 247, 260 and 258, 271,
 /// 286. A gated product spares a second kernel: 1024 x 6144 5.6, 5.8, 7.2 and 7.5, 8.1, 8.5; 4096 x
 /// 28672 59.2, 60.2, 62.7 and 67.0, 67.5, 70.1. Not 5120 x 5120, whose tiles fill the SMs badly:
-/// 18.6, 17.8, 21.4 and 18.5, 16.7, 17.1; nor 2560 x 4096: 8.0, 8.5, 9.3 and 8.3, 8.4, 8.5.
+/// 18.6, 17.8, 21.4 and 18.5, 16.7, 17.1; nor 2560 x 4096: 8.0, 8.5, 9.3 and 8.3, 8.4, 8.5. But a
+/// norm that it folds is a kernel of its own ahead of cuBLASLt: lab, 16 rows of 5120 x 5120, 3072 x
+/// 3072, 2048 x 2048 and 1024 x 1024 27.8, 16.8, 11.4 and 7.7, so 16.5, 9.3, 6.3 and 4.6.
 constexpr bool cluster_beats_library(const Shape& shape) {
-  if (is_gated(shape.activation)) return true;
+  const bool folds =
+      shape.normalizes && shape.M <= kNormRows && shape.dtype == DType::kBFloat16;
+  if (is_gated(shape.activation) || folds) return true;
   const std::int64_t elements = std::int64_t{shape.N} * shape.K;
   const bool fills = elements <= 4096 * 6144 || elements >= 4096 * 7168;
   return fills && elements >= (shape.M <= 32 ? 3584 * 3584 : 4096 * 4096);

@@ -12,6 +12,17 @@ struct WgmmaFew;
 
 template <>
 struct WgmmaFew<16, __nv_bfloat16> {
+  __device__ __forceinline__ static void shared(float (&d)[2][4], std::uint64_t a,
+                                                std::uint64_t b, bool accumulate) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7"
+        "}, %8, %9, p, 1, 1, 0, 0;\n}\n"
+        : "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]),
+          "+f"(d[1][2]), "+f"(d[1][3])
+        : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+  }
   __device__ __forceinline__ static void registers(float (&d)[2][4], const std::uint32_t (&a)[4],
                                                    std::uint64_t b, bool accumulate) {
     asm volatile(

@@ -47,7 +47,7 @@ def linear(
         residual: of the output's shape; read, added last.
         norm_weight: ``[K]``, dtype of ``x`` or float32: ``rmsnorm(x, norm_weight, norm_eps)``
             stands for ``x``. A kernel of its own ahead of the product rounds it to the dtype of
-            ``x``, as a separate op would; on Hopper up to 8 rows (int4: 16) it is a part of the
+            ``x``, as a separate op would; on Hopper up to 16 rows of bfloat16 it is a part of the
             product: ``x * norm_weight`` is rounded, and the root divides the sums.
         norm_eps: added to the mean of squares of the norm.
         batch_invariant: a row's result has the same bits whatever the other rows and their number:
