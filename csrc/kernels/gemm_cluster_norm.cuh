@@ -8,11 +8,11 @@
 /// memory and ahead of the warpgroups that multiply, and add up its squares.
 namespace ridgeline::gemm_cluster {
 
-/// One of kNormWarps, which take stages by turns and request x for them.
+/// One of kNormWarps, which take stages by turns and request x for them, and the norm's weight: a
+/// load by a lane stands behind the requests of full rings.
 template <class T, class Layout>
 struct Normalizer {
   static constexpr int kChunks = 2, kOctets = 2;  // of a box: a lane's eights of columns, of rows
-  using Weights = uint4[Layout::kXBoxes][kChunks];
   const Producer<Layout>& producer;
   int turn, lane;
   float squares[kOctets] = {};
@@ -21,41 +21,35 @@ struct Normalizer {
   /// half, so that the lanes of two rows, which go to shared memory together, meet in no bank.
   __device__ int chunk_of(int i) const { return lane % 4 + 4 * (i ^ lane / 4 % 2); }
 
-  /// The norm's weight for step i, zero from K on.
-  __device__ void load(Weights& weights, int i) const {
-    const GemmParams& p = producer.params.gemm;
-    if (i >= producer.count) return;
-#pragma unroll
-    for (int box = 0; box < Layout::kXBoxes; ++box)
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) {
-        const int column = (producer.begin + i) * Layout::kCols + box * 64 + chunk_of(chunk) * 8;
-        const auto* from = static_cast<const T*>(p.x.norm_weight) + column;
-        weights[box][chunk] = column < p.K ? __ldg(reinterpret_cast<const uint4*>(from)) : uint4{};
-      }
+  /// Of a stage's columns, behind the ring.
+  __device__ char* weights_of(int stage) const {
+    const ClusterParams& params = producer.params;
+    return producer.ring + params.stages * params.stage_bytes + stage * Layout::kNormBytes;
   }
 
-  /// A stage's x, swizzled by rows of 128 bytes. With its squares by mma, beside the warpgroups'
-  /// products, 16 rows of int4, 4096 x 28672, took 35.3 us for 26.8 (H200; one warp for three).
-  __device__ void weigh(char* stage, const Weights& weights) {
+  /// A stage's x, swizzled by rows of 128 bytes, of which there are `columns`. With its squares by
+  /// mma, beside the warpgroups' products, 16 rows of int4, 4096 x 28672, took 35.3 us for 26.8
+  /// (H200; one warp for three).
+  __device__ void weigh(char* stage, const char* weights, int columns) {
     const int row = lane / 4;
 #pragma unroll
     for (int box = 0; box < Layout::kXBoxes; ++box) {
       char* rows = stage + box * producer.params.x_box + row * kRowBytes;
-      uint4 x[kChunks][kOctets];
+      uint4 x[kChunks][kOctets], by[kChunks];
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i)
+      for (int i = 0; i < kChunks; ++i) {
+        const int chunk = chunk_of(i), at = box * kRowBytes + chunk * 16;
+        by[i] = at < columns * 2 ? *reinterpret_cast<const uint4*>(weights + at) : uint4{};
 #pragma unroll
         for (int o = 0; o < kOctets; ++o)
-          x[i][o] = *reinterpret_cast<const uint4*>(rows + (chunk_of(i) ^ row) * 16 +
-                                                    o * 8 * kRowBytes);
+          x[i][o] = *reinterpret_cast<const uint4*>(rows + (chunk ^ row) * 16 + o * 8 * kRowBytes);
+      }
 #pragma unroll
       for (int i = 0; i < kChunks; ++i)
 #pragma unroll
         for (int o = 0; o < kOctets; ++o) {
-          const uint4& by = weights[box][i];
           std::uint32_t pairs[] = {x[i][o].x, x[i][o].y, x[i][o].z, x[i][o].w};
-          const std::uint32_t factors[] = {by.x, by.y, by.z, by.w};
+          const std::uint32_t factors[] = {by[i].x, by[i].y, by[i].z, by[i].w};
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const float2 two = device::floats_of(device::as_pair<T>(pairs[j]));
@@ -78,12 +72,17 @@ struct Normalizer {
   }
 
   __device__ void request(const RingPlace& place, int i) const {
+    const GemmParams& p = producer.params.gemm;
     Fixed& fixed = producer.fixed;
     if (place.round > 0) ptx::mbarrier_wait(&fixed.empty[place.stage], (place.round - 1) % 2);
     typename Producer<Layout>::Step step = producer.step_at(place, i);
     step.full = &fixed.raw[place.stage];
     producer.request_scales(step);
     producer.request_x(step);
+    const int bytes = min(Layout::kCols, p.K - step.k0) * static_cast<int>(sizeof(T));
+    ptx::mbarrier_expect(step.full, bytes);
+    ptx::copy_bulk(weights_of(place.stage), static_cast<const T*>(p.x.norm_weight) + step.k0, bytes,
+                   step.full);
   }
 
   /// What run_x() does, and x, when it is there, by its norm's weight.
@@ -102,31 +101,21 @@ struct Normalizer {
       request(ahead, i);
       ahead.advance(kNormWarps, params.stages);
     };
-    Weights weights[2] = {};  // of this step and the warp's next
-    const auto load_first = [&] { load(weights[0], turn), load(weights[1], turn + kNormWarps); };
-    if (params.gemm.weights_ready) load_first();
     ptx::wait_for_dependencies();
     if (lane == 0)
       for (int i = turn; i < lead; i += kNormWarps) request_step(i);
-    if (!params.gemm.weights_ready) load_first();
-    const auto take = [&](int i, Weights& of_step) {
-      if (i >= count) return;
+#pragma unroll 1
+    for (int i = turn; i < count; i += kNormWarps, place.advance(kNormWarps, params.stages)) {
       const auto step = producer.step_at(place, i);
       ptx::mbarrier_wait(&fixed.raw[place.stage], place.round % 2);
-      weigh(step.stage, of_step);
-      load(of_step, i + 2 * kNormWarps);
+      weigh(step.stage, weights_of(place.stage), params.gemm.K - step.k0);
       if (i + kNormWarps >= count) leave_squares();
       ptx::fence_async_shared();
       __syncwarp();  // every lane's part of x is weighed, and its squares are there
-      if (lane == 0) {
-        ptx::mbarrier_arrive(step.full);
-        request_step(i + lead);
-      }
-      place.advance(kNormWarps, params.stages);
-    };
-#pragma unroll 1
-    for (int i = turn; i < count; i += 2 * kNormWarps)
-      take(i, weights[0]), take(i + kNormWarps, weights[1]);
+      if (lane != 0) continue;
+      ptx::mbarrier_arrive(step.full);
+      request_step(i + lead);
+    }
   }
 };
 

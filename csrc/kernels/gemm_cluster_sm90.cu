@@ -54,7 +54,9 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
   // At the end, where a short tile's last operand may reach over the last stage.
   Fixed& fixed = *reinterpret_cast<Fixed*>(memory + params.shared_bytes - kFixedBytes);
   char* ring = memory;
-  char* received = ring + params.stages * params.stage_bytes;
+  constexpr bool kFolds = kTokens == kNormTokens;
+  char* received =
+      ring + params.stages * (params.stage_bytes + (kFolds ? Layout::kNormBytes : 0));
   const GemmParams& p = params.gemm;
   const int warp = device::warp_index(), lane = threadIdx.x % 32;
   const int segment = blockIdx.x, segments = gridDim.x;
@@ -67,11 +69,10 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
   const int first = blockIdx.y / row_tiles * params.box_rows;  // column of the product
   const int up_first = params.paired ? first + p.N / 2 : first;
   const auto [begin, count] = gemm_config::stages_of(params.steps, segments, segment);
-  constexpr bool kFolds = kTokens == kNormTokens;
 
   if (kFolds && threadIdx.x < kNormWarps * kNormTokens) fixed.squares_of(0)[threadIdx.x] = 0.0f;
   if (threadIdx.x < kMaxStages) {
-    if (kFolds) ptx::mbarrier_init(&fixed.raw[threadIdx.x], 1);
+    if (kFolds) ptx::mbarrier_init(&fixed.raw[threadIdx.x], 2);
     ptx::mbarrier_init(&fixed.full[threadIdx.x], 2);
     ptx::mbarrier_init(&fixed.empty[threadIdx.x], 4 * params.row_groups);
     if (threadIdx.x == 0) {
@@ -194,8 +195,9 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                       : (segments - 1) * static_cast<int>(sizeof(float)) *
                             (params.rows_each * params.row_groups * kGroupRows +
                              (kFolds ? kNormTokens : 0));
+  const int norm_bytes = kFolds ? Layout::kNormBytes : 0;
   const int stages = std::min(kMaxStages, (params.shared_bytes - kFixedBytes - received) /
-                                              params.stage_bytes);
+                                              (params.stage_bytes + norm_bytes));
   // By turns, a stage is always the same warpgroup's: it waits for each of its phases.
   params.stages = params.row_groups == 1 ? stages / 2 * 2 : stages;
   params.prefetched = shares ? params.stages / 2 : 0;

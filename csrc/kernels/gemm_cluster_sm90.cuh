@@ -59,6 +59,7 @@ struct StageLayout {
   static constexpr int kWeightBytes = kGroupRows * (kInt4 ? 64 : kRowBytes);  // of a warpgroup
   static constexpr int kScaleBytes = kInt4 ? kMaxGroups * kGroupRows * 2 : 0;
   static constexpr int kZeroBytes = kScaleBytes / 2;
+  static constexpr int kNormBytes = kCols * 2;  // of the norm's weight, where x meets it
   static constexpr int kRowOfWeight = kWeightBytes / kGroupRows;
   static constexpr int bytes(int x_rows, int tile_rows, int row_groups) {
     return kXBoxes * x_rows * kRowBytes +

@@ -27,6 +27,16 @@ __device__ __forceinline__ void copy_bulk(void* target, const void* source, int 
       : "memory");
 }
 
+/// The same of bytes that others read, too.
+__device__ __forceinline__ void copy_bulk(void* target, const void* source, int bytes,
+                                          std::uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+      " [%0], [%1], %2, [%3];" ::"r"(shared_address(target)),
+      "l"(source), "r"(bytes), "r"(shared_address(barrier))
+      : "memory");
+}
+
 /// Asks L2 for consecutive bytes; nothing waits for them. Address and size are multiples of 16.
 __device__ __forceinline__ void prefetch_bulk(const void* source, int bytes, std::uint64_t policy) {
   asm volatile("cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, %2;" ::"l"(source),
