@@ -1,6 +1,7 @@
 #pragma once
 #include <type_traits>
 
+#include "common/dispatch.h"
 #include "device/activation.cuh"
 #include "device/vec.cuh"
 #include "kernels/gemm.h"
@@ -30,6 +31,32 @@ __device__ __forceinline__ float activate(Activation activation, float x) {
       return x < 0.0f ? 0.0f : x;
   }
   return x;
+}
+
+/// Calls fn(activation) with a constant, that of the gates where they are gated: a choice a piece,
+/// not one an element.
+template <class Fn>
+__device__ __forceinline__ void with_activation(Activation activation, Fn&& fn) {
+  using enum Activation;
+  switch (activation) {
+    case kNone: return fn(Int<static_cast<int>(kNone)>{});
+    case kGelu: case kGeluMul: return fn(Int<static_cast<int>(kGelu)>{});
+    case kGeluTanh: return fn(Int<static_cast<int>(kGeluTanh)>{});
+    case kSilu: case kSiluMul: return fn(Int<static_cast<int>(kSilu)>{});
+    case kRelu: return fn(Int<static_cast<int>(kRelu)>{});
+  }
+}
+
+/// The same of values of a thread.
+template <class T, int kPieces, int kEach>
+__device__ __forceinline__ void activate(Activation activation, float (&values)[kPieces][kEach]) {
+  with_activation(activation, [&](auto constant) {
+    constexpr auto kActivation = static_cast<Activation>(constant());
+#pragma unroll
+    for (auto& piece : values)
+#pragma unroll
+      for (float& value : piece) value = activate<T>(kActivation, value);
+  });
 }
 
 /// What turns the sum of row m and weight row n into their output: loaded ahead of the sum where

@@ -53,19 +53,6 @@ __device__ auto sums_at(const FinishParams& params, std::int64_t m, std::int64_t
   }
 }
 
-/// Calls fn(activation) with a constant: a choice a piece, not one an element.
-template <class Fn>
-__device__ void with_activation(Activation activation, Fn&& fn) {
-  using enum Activation;
-  switch (activation) {
-    case kNone: return fn(Int<static_cast<int>(kNone)>{});
-    case kGelu: case kGeluMul: return fn(Int<static_cast<int>(kGelu)>{});
-    case kGeluTanh: return fn(Int<static_cast<int>(kGeluTanh)>{});
-    case kSilu: case kSiluMul: return fn(Int<static_cast<int>(kSilu)>{});
-    case kRelu: return fn(Int<static_cast<int>(kRelu)>{});
-  }
-}
-
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// The epilogue on its own. Grid: tiles of `across` pieces by the rows below, one dimension. Block:

@@ -15,10 +15,12 @@ using namespace gemm_fp8;
 // ---- Consumer -----------------------------------------------------------------------------------
 
 /// kCount stages: each part's products of all of them, which are then added to its sums.
-template <class Tile, int kCount>
+/// While the first part's are made, the thread does what is to do meanwhile: without a branch, for
+/// which the compiler would wait for them.
+template <class Tile, int kCount, class Meanwhile>
 __device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
                                                 Sums<Tile>& sums, const BlockScales& scales,
-                                                const Consumer& me) {
+                                                const Consumer& me, Meanwhile&& meanwhile) {
   std::uint64_t x[kCount], weight[kCount];
   int stages[kCount];
 #pragma unroll
@@ -42,6 +44,7 @@ __device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile:
                                             weight[j] + (part * kPartBytes + i * kStepBytes) / 16,
                                             j != 0 || i != 0);
     ptx::wgmma_commit();
+    if (part == 0) meanwhile();
     ptx::wgmma_wait<0>();
     ptx::hold_registers(products);
     if (part == Tile::kParts - 1 && me.thread == 0)
@@ -97,24 +100,117 @@ __device__ __forceinline__ void multiply_exactly(Shared<Tile>& shared, Ring<Tile
 }
 
 template <class Tile>
-__device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
-                                              Ring<Tile::kStages>& ring, Sums<Tile>& sums,
-                                              const Work& work, const Consumer& me) {
+__device__ __forceinline__ void clear(Sums<Tile>& sums) {
 #pragma unroll
   for (auto& part : sums)
 #pragma unroll
     for (auto& piece : part)
 #pragma unroll
       for (float& sum : piece) sum = 0.0f;
+}
+
+template <class Tile>
+__device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
+                                              Ring<Tile::kStages>& ring, Sums<Tile>& sums,
+                                              const Work& work, const Consumer& me) {
+  const auto nothing = [] {};
+  clear<Tile>(sums);
   BlockScales scales;
   if constexpr (Tile::kBlocks) scales.start<Tile>(launch, work, me);
   int k = 0;
   for (; k + Tile::kAddEvery <= work.steps; k += Tile::kAddEvery) {
     if constexpr (Tile::kBlocks) scales.advance(k + 1, work.steps);
-    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, scales, me);
+    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, scales, me, nothing);
   }
   if constexpr (Tile::kAddEvery > 1)
-    for (; k < work.steps; ++k) multiply_stages<Tile, 1>(shared, ring, sums, scales, me);
+    for (; k < work.steps; ++k) multiply_stages<Tile, 1>(shared, ring, sums, scales, me, nothing);
+}
+
+/// Tiles whose way to y is known. Half of a tile's columns go there behind its products, the others
+/// beside the first products of the next tile. H200, 4096 rows of 4096 x 28672, us, all behind the
+/// products, and so: plain 748 and 707, GELU 782 and 744. The first half beside the tile's last
+/// products, whose stages are then given back later: 822 and 886.
+template <class Tile, class Way>
+__device__ __forceinline__ void consume_overlapped(const Launch& launch, Shared<Tile>& shared,
+                                                   const Consumer& me) {
+  constexpr int kMost = Tile::kCols / kAtOnce;
+  constexpr bool kResidual = Way::has_residual({});
+  const int count = launch.tiles.along_m * launch.tiles.along_n;
+  const auto nothing = [] {};
+  Ring<Tile::kStages> ring;
+  Sums<Tile> sums;
+  const auto multiply = [&](auto&& meanwhile) {
+    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, {}, me, meanwhile);
+  };
+  // The epilogue's addresses are not kept in registers while the tensor cores work.
+  const auto here = [] { return Consumer(ptx::opaque(static_cast<int>(threadIdx.x))); };
+  const auto wait_for_residual = [&] {
+    if (kResidual) ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+  };
+  clear<Tile>(sums);
+  multiply(nothing);
+  int parity = 0;
+  for (int i = static_cast<int>(blockIdx.x);; parity ^= 1) {
+    const Place place = place_of(launch.tiles, i);
+    for (int k = Tile::kAddEvery; k < launch.steps; k += Tile::kAddEvery) multiply(nothing);
+    ptx::mbarrier_wait(&shared.columns_full, parity);
+    wait_for_residual();
+    store_boxes<Tile, Way, 0, kMost / 2>(launch, shared, ring, place, sums, here());
+    if (kResidual) release_residual<Tile>(shared, ring.stage, me), ring.next();
+    wait_for_residual();
+    const Ring<Tile::kStages> second = ring;
+    if (kResidual) ring.next();
+    const auto store_second = [&] {
+      store_boxes<Tile, Way, kMost / 2, kMost>(launch, shared, second, place, sums, here());
+      clear<Tile>(sums);
+    };
+    i += static_cast<int>(gridDim.x);
+    if (i >= count) return store_second();
+    multiply(store_second);
+    if (kResidual) release_residual<Tile>(shared, second.stage, me);
+    ptx::mbarrier_arrive(&shared.columns_free);  // every lane, for what it read
+  }
+}
+
+/// Tiles, or a segment of one, one behind the other.
+template <class Tile>
+__device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shared,
+                                        const Consumer& me) {
+  constexpr int kMost = Tile::kCols / kAtOnce;
+  const GemmParams& p = launch.gemm;
+  Ring<Tile::kStages> ring;
+  int columns_parity = 0;
+  for_each_work<Tile>(launch, [&](const Work& work) {
+    Sums<Tile> sums;
+    if constexpr (Tile::kInt8) {
+      multiply_exactly<Tile>(shared, ring, sums, work, me);
+    } else {
+      multiply_tile<Tile>(launch, shared, ring, sums, work, me);
+    }
+    // The epilogue's addresses are not kept in registers while the tensor cores work.
+    const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)));
+    ptx::mbarrier_wait(&shared.columns_full, columns_parity);
+    columns_parity ^= 1;
+    if constexpr (Tile::kSplit) {
+      store_split<Tile>(launch, shared, sums, here);
+    } else {
+      const auto store = [&](auto way) {
+        store_boxes<Tile, decltype(way), 0, kMost>(launch, shared, ring, work.place, sums, here);
+      };
+      using Plain = KnownWay<Activation::kNone>;
+      using Gated = KnownWay<Activation::kSiluMul>;
+      // Beside scales of blocks there are no registers for gates and their up sums.
+      if (is_plain(p)) {
+        store(Plain{});
+      } else if (!Tile::kBlocks && p.activation == Activation::kSiluMul && !p.residual) {
+        if constexpr (!Tile::kBlocks) store(Gated{});
+      } else {
+        store(AnyWay{});
+      }
+      if (launch.copies_residual) ring.skip(residual_stages<Tile>(p));
+      ptx::mbarrier_arrive(&shared.columns_free);  // every lane, for what it read
+    }
+  });
 }
 
 // ---- Kernel -------------------------------------------------------------------------------------
@@ -126,7 +222,7 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
 /// parts of 256 columns are added in float32, or those of 128 columns times their scales; of int8
 /// all.
 /// Roofline: 2 M N K flops on the 8-bit tensor cores.
-template <class Tile>
+template <class Tile, class Way>
 __global__ void __launch_bounds__(kThreads, 1)
     fp8_kernel(const __grid_constant__ Launch launch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -144,16 +240,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   __syncthreads();  // the barriers are made
 
-  const bool plain = is_plain(launch.gemm) && !Tile::kSplit;
-  // Other activations go through shared memory: unrolled they are instructions to wait for. Beside
-  // scales of blocks there are no registers for it.
-  constexpr bool kMayGate = !Tile::kSplit && !Tile::kBlocks;
-  const bool gated = kMayGate && launch.gemm.activation == Activation::kSiluMul &&
-                     launch.gemm.residual == nullptr;
   if (threadIdx.x < kWarpgroup) {
     ptx::release_registers<kProducerRegisters>();
     if (threadIdx.x == 0) produce<Tile>(launch, shared);
-    if (threadIdx.x / device::kWarpSize == 1 && (plain || gated || Tile::kSplit)) {
+    if (threadIdx.x / device::kWarpSize == 1) {
       ptx::wait_for_dependencies();
       bring_columns<Tile>(launch, shared);
     }
@@ -166,35 +256,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_dependencies();
     const Consumer me(static_cast<int>(threadIdx.x));
-    Ring<Tile::kStages> ring;
-    int columns_parity = 0;
-    for_each_work<Tile>(launch, [&](const Work& work) {
-      float row_scale[2];
-      if (!Tile::kBlocks) load_row_scales(launch.gemm, work.place, me, row_scale);
-      Sums<Tile> sums;
-      if constexpr (Tile::kInt8) {
-        multiply_exactly<Tile>(shared, ring, sums, work, me);
-      } else {
-        multiply_tile<Tile>(launch, shared, ring, sums, work, me);
-      }
-      // The epilogue's addresses are not kept in registers while the tensor cores work.
-      const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)));
-      if (Tile::kBlocks) load_row_scales(launch.gemm, work.place, here, row_scale);
-      if (plain || gated || Tile::kSplit) ptx::mbarrier_wait(&shared.columns_full, columns_parity);
-      columns_parity ^= 1;
-      if constexpr (Tile::kSplit) {
-        store_split<Tile>(launch, shared, sums, here);
-      } else if (plain || gated) {
-        if (plain) {
-          store_boxes<Tile, false>(launch, shared, work.place, sums, row_scale, here);
-        } else if constexpr (kMayGate) {
-          store_boxes<Tile, true>(launch, shared, work.place, sums, row_scale, here);
-        }
-        ptx::mbarrier_arrive(&shared.columns_free);  // every lane, for what it read
-      } else {
-        store_chunks<Tile>(launch, shared, work.place, sums, row_scale, here);
-      }
-    });
+    if constexpr (Way::kKnown) {
+      consume_overlapped<Tile, Way>(launch, shared, me);
+    } else {
+      consume<Tile>(launch, shared, me);
+    }
     if (me.lane == 0) ptx::wait_stores_read<0>();  // shared memory lives until then
   }
 #endif
@@ -213,7 +279,7 @@ int tiles_together(std::int64_t K) {
   return together;
 }
 
-template <class Tile>
+template <class Tile, class Way = AnyWay>
 void launch_tiles(const GemmParams& p, int segments, Stream stream) {
   const int out_cols = p.out_cols();
   Launch launch{.gemm = p, .segments = segments};
@@ -221,22 +287,38 @@ void launch_tiles(const GemmParams& p, int segments, Stream stream) {
   launch.weight = device::matrix_map({p.weight.data, 1, p.N, p.K, p.weight.stride_row},
                                      Tile::kCols / 2, kRowBytes, true);
   launch.y = device::matrix_map({p.y, 2, p.M, out_cols, out_cols}, 16, kOutColumns, true);
+  launch.copies_residual = !Tile::kSplit && is_mappable(residual_of(p));
+  if (launch.copies_residual)
+    launch.residual = device::matrix_map(residual_of(p), kRows, kOutColumns, true);
   launch.tiles = {.along_m = launch.x.count,
                   .along_n =
                       ceil_div(out_cols, is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols),
                   .together = tiles_together(p.K)};
-  launch.steps = ceil_div(p.K, kRowBytes);
+  // Behind the last columns of K are zeros.
+  launch.steps = round_up(ceil_div(p.K, kRowBytes), Way::kKnown ? Tile::kAddEvery : 1);
   const std::int64_t count = std::int64_t{launch.tiles.along_m} * launch.tiles.along_n;
   const std::int64_t blocks =
       Tile::kSplit ? count * segments : std::min<std::int64_t>(count, device::multiprocessors());
-  device::launch_chained<fp8_kernel<Tile>>(dim3(checked_int32(blocks, "linear: blocks")),
-                                           dim3(kThreads), sizeof(Shared<Tile>), stream, launch,
-                                           "linear: fp8", segments);
+  device::launch_chained<fp8_kernel<Tile, Way>>(dim3(checked_int32(blocks, "linear: blocks")),
+                                                dim3(kThreads), sizeof(Shared<Tile>), stream,
+                                                launch, "linear: fp8", segments);
 }
 
 template <class T, class E, bool kBlocks>
 void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
-  if (config.tile_cols == 256) return launch_tiles<Tile<T, E, 256, kBlocks, false>>(p, 1, stream);
+  if (config.tile_cols == 256) {
+    using Large = Tile<T, E, 256, kBlocks, false>;
+    if constexpr (!Large::kInt8 && !kBlocks) {
+      using enum Activation;
+      const bool copies = is_mappable(residual_of(p));
+      if (is_plain(p)) return launch_tiles<Large, KnownWay<kNone>>(p, 1, stream);
+      if (p.activation == kNone && copies)
+        return launch_tiles<Large, KnownWay<kNone, true>>(p, 1, stream);
+      if (p.activation == kGelu && !p.residual)
+        return launch_tiles<Large, KnownWay<kGelu>>(p, 1, stream);
+    }
+    return launch_tiles<Large>(p, 1, stream);
+  }
   if (config.segments == 1) return launch_tiles<Tile<T, E, 128, kBlocks, false>>(p, 1, stream);
   launch_tiles<Tile<T, E, 128, kBlocks, true>>(p, config.segments, stream);
 }

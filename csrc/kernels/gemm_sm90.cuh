@@ -3,6 +3,7 @@
 
 #include "common/math.h"
 #include "device/launch.cuh"
+#include "device/matrix_map.cuh"
 #include "device/ptx/cluster_share.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/matrix_copy.cuh"
@@ -41,6 +42,13 @@ struct Ring {
       stage = 0;
       parity ^= 1;
     }
+  }
+
+  /// `count` stages on, up to kStages.
+  __device__ __forceinline__ void skip(int count) {
+    stage += count;
+    parity ^= stage >= kStages;
+    stage -= stage >= kStages ? kStages : 0;
   }
 };
 
@@ -115,7 +123,7 @@ struct Consumer {
 // ---- Epilogue -----------------------------------------------------------------------------------
 
 /// Whether y is the sums with scales and bias: then they go to y by the copy engine.
-__device__ __forceinline__ bool is_plain(const GemmParams& p) {
+__host__ __device__ __forceinline__ bool is_plain(const GemmParams& p) {
   return p.activation == Activation::kNone && p.residual == nullptr;
 }
 
@@ -253,6 +261,30 @@ __device__ __forceinline__ void finish_chunk(const GemmParams& p, SumsAt&& sums_
     }
     device::store(static_cast<T*>(p.y) + m * out_cols + n, device::rounded<T>(values));
   }
+}
+
+/// An epilogue that is known ahead: code of its own, in which sums go from registers to y.
+template <Activation kActivation, bool kResidual = false>
+struct KnownWay {
+  static constexpr bool kKnown = true;
+  static constexpr Activation activation(const GemmParams&) { return kActivation; }
+  static constexpr bool has_residual(const GemmParams&) { return kResidual; }
+};
+
+/// Any, by a loop.
+struct AnyWay {
+  static constexpr bool kKnown = false;
+  __device__ __forceinline__ static Activation activation(const GemmParams& p) {
+    return p.activation;
+  }
+  __device__ __forceinline__ static bool has_residual(const GemmParams& p) {
+    return p.residual != nullptr;
+  }
+};
+
+/// The residual as the copy engine sees it, if it can.
+inline device::MatrixView residual_of(const GemmParams& p) {
+  return {p.residual, 2, p.M, p.out_cols(), p.stride_residual};
 }
 
 // ---- Segments of K ------------------------------------------------------------------------------

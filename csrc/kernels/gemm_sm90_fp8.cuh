@@ -14,6 +14,7 @@ using namespace gemm_sm90;
 constexpr int kRows = kConsumers * kWarpgroupRows;  // of x, a tile
 constexpr int kStepBytes = 32;                      // 32 columns, the depth of one wgmma
 constexpr int kSteps = kRowBytes / kStepBytes;
+constexpr int kResidualBoxes = 2;  // of 64 columns of a tile's rows, in a stage
 
 /// Of kCols weight rows: 256, or 128 where tiles are few. E: std::uint8_t, which stands for e4m3,
 /// of which 128 rows are multiplied at a time and added to float32 sums every kAddEvery stages;
@@ -36,10 +37,11 @@ struct Tile {
 struct Launch {
   GemmParams gemm;
   device::RowTiles x;
-  CUtensorMap weight, y;
+  CUtensorMap weight, y, residual;
   Tiles tiles;
   int segments;  // of K
   int steps;     // of 128 columns of K, in all
+  bool copies_residual;  // or there is none, or it cannot be mapped
 };
 
 // ---- Shared memory ------------------------------------------------------------------------------
@@ -55,8 +57,15 @@ struct Shared {
     Chunk chunks[kConsumers];
   };
   alignas(16) Column columns[Tile::kCols];
+  float row_scales[kRows];
   alignas(8) std::uint64_t full[Tile::kStages], free[Tile::kStages];
   std::uint64_t columns_full, columns_free;
+
+  /// A box of the residual, in the place of a stage's x or of its weight.
+  __device__ __forceinline__ std::uint8_t* residual(int stage, int box) {
+    static_assert(sizeof(x[0]) == kRows * kRowBytes && sizeof(weight[0]) >= sizeof(x[0]));
+    return box == 0 ? x[stage][0] : weight[stage][0][0];
+  }
 
   /// In the place of the stages, once nobody reads them.
   __device__ __forceinline__ Split<Tile::kChunks>& split() {
@@ -77,6 +86,30 @@ __device__ __forceinline__ int weight_row(const GemmParams& p, int n, int half) 
 template <class Tile, class Fn>
 __device__ __forceinline__ void for_each_work(const Launch& launch, Fn&& fn) {
   gemm_sm90::for_each_work<Tile::kSplit>(launch.tiles, launch.segments, launch.steps, fn);
+}
+
+template <class Tile>
+__device__ __forceinline__ int residual_boxes(const GemmParams& p) {
+  return Tile::kCols / kOutColumns / (is_gated(p.activation) ? 2 : 1);
+}
+template <class Tile>
+__device__ __forceinline__ int residual_stages(const GemmParams& p) {
+  return ceil_div(residual_boxes<Tile>(p), kResidualBoxes);
+}
+
+/// The residual of a tile, as stages behind its last: it is there when the products are.
+template <class Tile>
+__device__ __forceinline__ void bring_residual(const Launch& launch, Shared<Tile>& shared,
+                                               Ring<Tile::kStages>& ring, const Place& place) {
+  const int boxes = residual_boxes<Tile>(launch.gemm);
+  for (int box = 0; box < boxes; box += kResidualBoxes, ring.next()) {
+    const int count = min(kResidualBoxes, boxes - box);
+    ptx::mbarrier_wait(&shared.free[ring.stage], ring.parity);
+    ptx::mbarrier_expect(&shared.full[ring.stage], count * kRows * kRowBytes);
+    for (int i = 0; i < count; ++i)
+      ptx::copy_matrix(shared.residual(ring.stage, i), &launch.residual, &shared.full[ring.stage],
+                       (place.n * boxes + box + i) * kOutColumns, place.m * kRows);
+  }
 }
 
 template <class Tile>
@@ -104,10 +137,12 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
       ptx::copy_matrix(shared.x[s], launch.x.map_of(work.place.m), &shared.full[s],
                        (work.first_step + k) * kRowBytes, work.place.m * kRows);
     }
+    if (launch.copies_residual) bring_residual<Tile>(launch, shared, ring, work.place);
   });
 }
 
-/// Scale and bias of each tile's columns, by one warp, while the tile is multiplied.
+/// Scale and bias of each tile's columns and scales of its rows, by one warp, while the tile is
+/// multiplied.
 template <class Tile>
 __device__ __forceinline__ void bring_columns(const Launch& launch, Shared<Tile>& shared) {
   using T = typename Tile::T;
@@ -121,6 +156,11 @@ __device__ __forceinline__ void bring_columns(const Launch& launch, Shared<Tile>
     for (int c = lane; c < Tile::kCols; c += device::kWarpSize) {
       const int n = weight_row<Tile>(p, work.place.n, c / kHalf) + c % kHalf;
       shared.columns[c] = Column::load<T>(p, n);
+    }
+    const bool scales_rows = p.x.scale && !p.x.scale_per_group;
+    for (int r = lane; r < kRows; r += device::kWarpSize) {
+      const int m = work.place.m * kRows + r;
+      shared.row_scales[r] = scales_rows && m < p.M ? p.x.scale[p.x.scale_per_row ? m : 0] : 1.0f;
     }
     ptx::mbarrier_arrive(&shared.columns_full);  // every lane, for what it wrote
   });

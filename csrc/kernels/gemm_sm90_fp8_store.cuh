@@ -1,4 +1,5 @@
 #pragma once
+#include "device/ptx/ldmatrix.cuh"
 #include "kernels/gemm_sm90_fp8.cuh"
 
 /// The way of the fp8 by fp8 kernel's sums, which lie with rows of x as rows, to y.
@@ -7,71 +8,171 @@ namespace ridgeline::gemm_fp8 {
 template <class Tile>
 using Sums = float[Tile::kParts][Tile::kPartCols / 8][4];
 
-__device__ __forceinline__ void load_row_scales(const GemmParams& p, const Place& place,
-                                                const Consumer& me, float (&row_scale)[2]) {
+/// Columns of y that are finished at once, half a box: more take registers that there are not.
+constexpr int kAtOnce = 32, kHalves = kOutColumns / kAtOnce;
+
+/// What a thread has of them: of its two rows, two columns of each eight.
+using Values = float[kAtOnce / 8][4];
+
+/// The `index`-th so many columns of the sums, scaled, plus bias. Which is not known ahead: the way
+/// of some is code, not that of all.
+template <class Tile>
+__device__ __forceinline__ void take(Values& values, const Shared<Tile>& shared,
+                                     const Sums<Tile>& sums, int index,
+                                     const float (&row_scale)[2], const Consumer& me) {
+  constexpr int kPieces = kAtOnce / 8, kPerPart = Tile::kPartCols / 8;
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    const int m =
-        place.m * kRows + me.warpgroup * kWarpgroupRows + me.warp * 16 + me.quad + 8 * r;
-    const bool scaled = p.x.scale && !p.x.scale_per_group && m < p.M;
-    row_scale[r] = scaled ? p.x.scale[p.x.scale_per_row ? m : 0] : 1.0f;
+  for (int from = 0; from < Tile::kCols / kAtOnce; ++from) {
+    if (from != index) continue;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int piece = from * kPieces + i;
+        values[i][j] = sums[piece / kPerPart][piece % kPerPart][j];
+      }
+  }
+  const Column* columns = shared.columns + index * kAtOnce + me.in_quad * 2;
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const Column& of = columns[i * 8 + j % 2];
+      values[i][j] =
+          __fadd_rn(__fmul_rn(__fmul_rn(values[i][j], row_scale[j / 2]), of.scale), of.bias);
+    }
+}
+
+/// Gives back a stage of the residual.
+template <class Tile>
+__device__ __forceinline__ void release_residual(Shared<Tile>& shared, int stage,
+                                                 const Consumer& me) {
+  me.meet();  // the warpgroup has read the stage
+  if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
+}
+
+template <class T>
+__device__ __forceinline__ void add_pair(Values& values, int i, int r,
+                                         const device::Vec<T, 2>& pair) {
+  const auto of = device::floats(pair);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) values[i][2 * r + j] = __fadd_rn(values[i][2 * r + j], of.data[j]);
+}
+
+constexpr int kInStage = kResidualBoxes * kHalves;  // times kAtOnce columns
+
+/// Adds the residual that a stage holds.
+template <class Tile>
+__device__ __forceinline__ void add_copied(Values& values, Shared<Tile>& shared, int stage,
+                                           int index, const Consumer& me) {
+  using Pair = device::Vec<typename Tile::T, 2>;
+  const int matrix = me.lane / 8, row = matrix % 2 * 8 + me.lane % 8;
+  const int chunk = index % kHalves * (kAtOnce / 8) + matrix / 2;
+  const std::uint8_t* from =
+      shared.residual(stage, index % kInStage / kHalves) +
+      (me.warpgroup * kWarpgroupRows + me.warp * 16 + row) * kRowBytes;
+#pragma unroll
+  for (int i = 0; i < kAtOnce / 8; i += 2) {
+    std::uint32_t pairs[4];
+    ptx::ldmatrix(pairs, from + ((chunk + i) ^ (row % 8)) * 16);
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      add_pair(values, i + j / 2, j % 2, *reinterpret_cast<const Pair*>(&pairs[j]));
   }
 }
 
-/// A sum of the thread's row `r` in a piece of eight columns, scaled, plus bias.
+/// Adds the residual: of the stages behind the tile's last, or of memory that the copy engine
+/// cannot map.
 template <class Tile>
-__device__ __forceinline__ float scaled_sum(const Sums<Tile>& sums, int piece, int r, int column,
-                                            float row_scale, const Column& of) {
-  constexpr int kPerPart = Tile::kPartCols / 8;
-  const float sum = sums[piece / kPerPart][piece % kPerPart][2 * r + column];
-  return __fadd_rn(__fmul_rn(__fmul_rn(sum, row_scale), of.scale), of.bias);
+__device__ __forceinline__ void add_residual(Values& values, const Launch& launch,
+                                             Shared<Tile>& shared, Ring<Tile::kStages> ring,
+                                             const Place& place, int index, int count,
+                                             const Consumer& me) {
+  using T = typename Tile::T;
+  const GemmParams& p = launch.gemm;
+  if (launch.copies_residual) {
+    ring.skip(index / kInStage);
+    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+    add_copied<Tile>(values, shared, ring.stage, index, me);
+    if (index % kInStage == kInStage - 1 || index == count - 1)
+      release_residual<Tile>(shared, ring.stage, me);
+    return;
+  }
+  const int n = (place.n * count + index) * kAtOnce + me.in_quad * 2;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const std::int64_t m = std::int64_t{place.m} * kRows + me.warpgroup * kWarpgroupRows +
+                           me.warp * 16 + me.quad + 8 * r;
+    const T* from = static_cast<const T*>(p.residual) + m * p.stride_residual + n;
+#pragma unroll
+    for (int i = 0; i < kAtOnce / 8; ++i)
+      if (m < p.M && n + i * 8 < p.out_cols())
+        add_pair(values, i, r, device::load_vec<2>(from + i * 8));
+  }
 }
 
-/// Each warp's 16 rows through its own boxes, 64 columns of y at a time. kGated: a thread has the
-/// up sums of its gates, half a tile on.
-template <class Tile, bool kGated>
+/// Each warp's 16 rows through its own boxes of 64 columns of y: of a tile's kMost times kAtOnce
+/// columns those from kFirst to kLast, less where they are gated. A thread has the up sums of its
+/// gates, half a tile on. A known way has no branches, beside which products cannot be made; its
+/// residual is in the stage of `ring`.
+template <class Tile, class Way, int kFirst, int kLast>
 __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& shared,
-                                            const Place& place, const Sums<Tile>& sums,
-                                            const float (&row_scale)[2], const Consumer& me) {
+                                            const Ring<Tile::kStages>& ring, const Place& place,
+                                            const Sums<Tile>& sums, const Consumer& me) {
   using T = typename Tile::T;
-  constexpr int kPieces = kOutColumns / 8, kOutCols = kGated ? Tile::kCols / 2 : Tile::kCols;
+  constexpr int kMost = Tile::kCols / kAtOnce;
+  const GemmParams& p = launch.gemm;
+  const float* scales = &shared.row_scales[me.warpgroup * kWarpgroupRows + me.warp * 16 + me.quad];
+  const float row_scale[2] = {scales[0], scales[8]};
+  const Activation activation = Way::activation(p);
+  const bool gated = is_gated(activation);
+  const int count = gated ? kMost / 2 : kMost;
   const int matrix = me.lane / 8, row = matrix % 2 * 8 + me.lane % 8;
+#pragma unroll (Way::kKnown ? kMost : 1)
+  for (int index = kFirst; index < kLast; ++index) {
+    if (index == count) break;
+    Values values;
+    take<Tile>(values, shared, sums, index, row_scale, me);
+    gemm_detail::activate<T>(activation, values);
+    if (gated) {
+      Values ups;
+      take<Tile>(ups, shared, sums, count + index, row_scale, me);
 #pragma unroll
-  for (int box = 0; box < kOutCols / kOutColumns; ++box) {
+      for (int i = 0; i < kAtOnce / 8; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) values[i][j] = __fmul_rn(values[i][j], ups[i][j]);
+    }
+    if constexpr (Way::kKnown) {
+      if (Way::has_residual(p))
+        add_copied<Tile>(values, shared, ring.stage, index, me);
+    } else {
+      if (Way::has_residual(p))
+        add_residual<Tile>(values, launch, shared, ring, place, index, count, me);
+    }
+    const int box = index / kHalves, half = index % kHalves;
     auto& out = shared.out[me.warpgroup * 4 + me.warp][box % 2];
-    if (me.lane == 0) ptx::wait_stores_read<1>();
-    __syncwarp();  // the box's last store has been read
+    if (half == 0) {
+      ptx::wait_stores_read<1>();
+      __syncwarp();  // the box's last store has been read
+    }
 #pragma unroll
-    for (int i = 0; i < kPieces; i += 2) {
+    for (int i = 0; i < kAtOnce / 8; i += 2) {
       std::uint32_t packed[4];
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int piece = box * kPieces + i + j;
-        const Column* columns = &shared.columns[piece * 8 + me.in_quad * 2];
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float values[2];
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            values[c] = scaled_sum<Tile>(sums, piece, r, c, row_scale[r], columns[c]);
-            if constexpr (kGated)
-              values[c] = __fmul_rn(
-                  gemm_detail::activate<T>(Activation::kSiluMul, values[c]),
-                  scaled_sum<Tile>(sums, piece + kOutCols / 8, r, c, row_scale[r],
-                                   columns[kOutCols + c]));
-          }
-          packed[2 * j + r] = pack<T>(values[0], values[1]);
-        }
+      for (int j = 0; j < 4; ++j) {
+        const float(&of)[4] = values[i + j / 2];
+        packed[j] = pack<T>(of[j % 2 * 2], of[j % 2 * 2 + 1]);
       }
-      ptx::stmatrix(&out[row][((i + matrix / 2) ^ (row % 8)) * 8], packed);
+      const int chunk = half * (kAtOnce / 8) + i + matrix / 2;
+      ptx::stmatrix(&out[row][(chunk ^ (row % 8)) * 8], packed);
     }
+    if (half != kHalves - 1) continue;
     ptx::fence_async_shared();
     __syncwarp();  // the box is whole
-    if (me.lane == 0) {
-      ptx::store_matrix(&launch.y, out, place.n * kOutCols + box * kOutColumns,
-                        place.m * kRows + me.warpgroup * kWarpgroupRows + me.warp * 16);
-      ptx::commit_stores();
-    }
+    ptx::store_matrix_if(me.lane == 0, &launch.y, out,
+                         place.n * (count * kAtOnce) + box * kOutColumns,
+                         place.m * kRows + me.warpgroup * kWarpgroupRows + me.warp * 16);
+    ptx::commit_stores();
   }
 }
 
@@ -104,35 +205,6 @@ __device__ __forceinline__ void put_chunk(Chunk& chunk, const Sums<Tile>& sums, 
             chunk.at(me.warp * 16 + me.quad + 8 * r, i * 8 + me.in_quad * 2)) = pair;
       }
     }
-  }
-}
-
-template <class Tile>
-__device__ __forceinline__ void store_chunks(const Launch& launch, Shared<Tile>& shared,
-                                             const Place& place, const Sums<Tile>& sums,
-                                             const float (&row_scale)[2], const Consumer& me) {
-  using T = typename Tile::T;
-  const GemmParams& p = launch.gemm;
-  const bool gated = is_gated(p.activation);
-  const int columns = gated ? kChunk / 2 : kChunk;
-  Chunk& chunk = shared.chunks[me.warpgroup];
-#pragma unroll 1
-  for (int c = 0; c < Tile::kChunks; ++c) {
-    const Part part{.row = place.m * kRows + me.warpgroup * kWarpgroupRows,
-                    .column = (place.n * Tile::kChunks + c) * columns,
-                    .begin = 0,
-                    .end = kWarpgroupRows,
-                    .columns = columns,
-                    .up_rows = 0,
-                    .up_columns = kChunk / 2};
-    Columns of_thread;
-    of_thread.load<T>(p, part, me.thread);
-    me.meet();  // the chunk before is read
-    put_chunk<Tile>(chunk, sums, c, gated, row_scale, me);
-    me.meet();  // the chunk is whole
-    finish_chunk<T, false>(
-        p, [&](int row, int column) { return device::load_vec<kEach>(chunk.at(row, column)); },
-        part, of_thread, me.thread);
   }
 }
 

@@ -16,7 +16,7 @@ from op_table import Context, Error, Lazy, OpCase, Sample, full, integers, norma
 HALVES = (torch.float16, torch.bfloat16)
 
 
-def _activate(product: Tensor, activation: str | None) -> Tensor:
+def activate(product: Tensor, activation: str | None) -> Tensor:
     if activation in ("silu_mul", "gelu_mul"):
         gate, up = product.chunk(2, -1)
         return (F.silu(gate) if activation == "silu_mul" else F.gelu(gate)) * up
@@ -43,7 +43,7 @@ def linear(
     """The op in plain torch, in any dtype."""
     if norm_weight is not None:
         x = F.rms_norm(x.to(norm_weight.dtype), x.shape[-1:], norm_weight, 1e-6).to(x.dtype)
-    out = _activate(F.linear(x, weight, bias), activation)
+    out = activate(F.linear(x, weight, bias), activation)
     return out if residual is None else out + residual
 
 
@@ -550,7 +550,7 @@ def _int8_reference(
     wide = F.linear(x.double(), weight.double())
     wide = wide * x_scale.double().reshape(-1, 1) * weight_scale.double().reshape(1, -1)
     wide = wide if bias is None else wide + bias.double()
-    out = _activate(wide.to(dtype), options.get("activation"))
+    out = activate(wide.to(dtype), options.get("activation"))
     return out if residual is None else out + residual
 
 

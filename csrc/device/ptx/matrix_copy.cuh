@@ -28,6 +28,19 @@ __device__ __forceinline__ void store_matrix(const CUtensorMap* map, const void*
                : "memory");
 }
 
+/// The same by the threads that are `chosen`, without a branch.
+__device__ __forceinline__ void store_matrix_if(bool chosen, const CUtensorMap* map,
+                                                const void* source, int column, int row) {
+  asm volatile(
+      "{\n"
+      ".reg .pred chosen;\n"
+      "setp.ne.s32 chosen, %4, 0;\n"
+      "@chosen cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];\n"
+      "}" ::"l"(map),
+      "r"(shared_address(source)), "r"(column), "r"(row), "r"(static_cast<int>(chosen))
+      : "memory");
+}
+
 /// Closes the group of stores that this thread issued since the last call.
 __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

@@ -1,0 +1,114 @@
+"""Epilogues of products of many rows by weights of 4 or 8 bits: what ends within a tile, what is
+left for the next of the same block, and residuals that the copy engine cannot reach."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from op_table.gemm import activate
+from ridgeline import ops
+
+FP8 = torch.float8_e4m3fn
+
+# M, N, K: a tile a block; several, whose stages do not end with the ring's.
+SHAPES = [(700, 2080, 384), (2100, 8480, 320)]
+
+KINDS = ["int8", "fp8", "fp8, scales of blocks", "fp8 weight", "int4", "int4 by fp8"]
+
+# Activation, bias, residual.
+EPILOGUES = [
+    (None, False, "whole"),
+    (None, True, "off 16 bytes"),
+    (None, False, "one row for all"),
+    ("gelu", True, None),
+    ("gelu_tanh", False, "whole"),
+    ("silu", False, None),
+    ("relu", True, "off 16 bytes"),
+    ("silu_mul", True, None),
+    ("silu_mul", False, "whole"),
+    ("gelu_mul", True, "off 16 bytes"),
+]
+
+Product = tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any], Tensor, Tensor]
+
+
+def product_of(kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> Product:
+    """The op, its operands, and the values of x and of the weight."""
+    generator = torch.Generator("cuda").manual_seed(M)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    def scales(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, device="cuda") + 0.5
+
+    x, weight = normal(M, K), normal(N, K) * K**-0.5
+    if kind == "int4":
+        packed = ops.pack_int4(weight.to(dtype), 64, zero_point=True)
+        return ops.int4_linear, (x.to(dtype), packed), {}, x.to(dtype), packed.dequantize()
+    of_rows = scales(M)
+    of_x = x.to(FP8).double() * of_rows.double()[:, None]
+    if kind == "int4 by fp8":
+        packed = ops.pack_int4(weight.to(dtype), 128)
+        return ops.int4_linear, (x.to(FP8), packed), {"x_scale": of_rows}, of_x, packed.dequantize()
+    if kind == "int8":
+        codes_of_x, codes = (
+            (v * scale).round().clamp(-127, 127).to(torch.int8)
+            for v, scale in ((x, 32), (weight, 512))
+        )
+        options = {"x_scale": of_rows / 32, "out_dtype": dtype}
+        of_columns = scales(N) / 512
+        values = codes.double() * of_columns.double()[:, None]
+        of_x = codes_of_x.double() * options["x_scale"].double()[:, None]
+        return ops.int8_linear, (codes_of_x, codes, of_columns), options, of_x, values
+    codes = (weight * 16).to(FP8)
+    if kind == "fp8, scales of blocks":
+        of_groups, of_blocks = scales(M, -(-K // 128)), scales(-(-N // 128), -(-K // 128)) / 16
+        options = {"x_scale": of_groups, "out_dtype": dtype}
+        by_rows = of_blocks.double().repeat_interleave(128, 0)[:N]
+        values = codes.double() * by_rows.repeat_interleave(128, 1)[:, :K]
+        of_x = x.to(FP8).double() * of_groups.double().repeat_interleave(128, 1)[:, :K]
+        return ops.fp8_linear, (x.to(FP8), codes, of_blocks), options, of_x, values
+    of_columns = scales(N) / 16
+    values = codes.double() * of_columns.double()[:, None]
+    if kind == "fp8 weight":
+        return ops.fp8_linear, (x.to(dtype), codes, of_columns), {}, x.to(dtype), values
+    options = {"x_scale": of_rows, "out_dtype": dtype}
+    return ops.fp8_linear, (x.to(FP8), codes, of_columns), options, of_x, values
+
+
+def residual_of(layout: str, M: int, columns: int, dtype: torch.dtype) -> Tensor:
+    wide = torch.randn(M, columns + 8, device="cuda").to(dtype)
+    if layout == "whole":
+        return wide[:, :columns].contiguous()
+    if layout == "off 16 bytes":
+        return wide[:, 4 : columns + 4]
+    assert layout == "one row for all"
+    return wide[:1, :columns].expand(M, -1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("M", "N", "K"), SHAPES)
+def test_epilogues_of_many_rows(kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> None:
+    op, args, options, x, weight = product_of(kind, M, N, K, dtype)
+    product = x.double() @ weight.double().T
+    for activation, has_bias, layout in EPILOGUES:
+        fused: dict[str, Any] = {"activation": activation}
+        wanted = product
+        if has_bias:
+            fused["bias"] = torch.randn(N, device="cuda").to(dtype)
+            wanted = wanted + fused["bias"].double()
+        wanted = activate(wanted, activation)
+        if layout is not None:
+            fused["residual"] = residual_of(layout, M, wanted.shape[1], dtype)
+            wanted = wanted + fused["residual"].double()
+        out = op(*args, **options, **fused).double()
+        error = (out - wanted).abs() - 1.6e-2 * wanted.abs()
+        assert error.max() < 2e-2, (activation, has_bias, layout)
