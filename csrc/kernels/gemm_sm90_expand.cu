@@ -7,6 +7,7 @@
 #include "kernels/gemm_launch.cuh"
 #include "kernels/gemm_sm90_expand_fp8.cuh"
 #include "kernels/gemm_sm90_expand_produce.cuh"
+#include "kernels/gemm_sm90_expand_share.cuh"
 #include "kernels/gemm_sm90_expand_store.cuh"
 #include "kernels/gemm_sm90_expand_weights.cuh"
 
@@ -93,7 +94,7 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
 /// by the copy engine. The weight is wgmma's first operand: two warpgroups expand it into registers
 /// and multiply by the rows of x in shared memory, accumulating in float32.
 /// Roofline: 2 M N K flops on the tensor cores of x's width.
-template <class Tile>
+template <class Tile, class Way>
 __global__ void __launch_bounds__(kThreads, 1)
     expand_kernel(const __grid_constant__ Launch launch) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -119,13 +120,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wait_for_dependencies();
     const Consumer me(static_cast<int>(threadIdx.x));
     Ring<Tile::kStages> ring;
-    const bool plain = is_plain(launch.gemm) && (Tile::kFp8X || !launch.gemm.x.scale);
     const bool cut = Tile::kCuts && (!Tile::kWhole || launch.segments > 1);
     for_each_work<Tile>(launch, [&](const Work& work) {
       RowFactors<Tile> factors;
       if (cut) {
         bring_columns<Tile>(launch, shared, work, me);
-      } else if (plain) {
+      } else {
         factors.load(launch, work.place.n, me);
       }
       Sums<Tile> sums;
@@ -154,11 +154,15 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (takes_part<Tile>(launch, work)) add_part<Tile>(shared, ring, sums, here);
       }
       if constexpr (Tile::kWhole) {
-        if (plain) {
+        if constexpr (Way::kKnown) {
+          store_known<Tile, Way>(launch, shared, ring, work.place, sums, factors, here);
+          if (Way::has_residual(launch.gemm)) release_residual<Tile>(launch, shared, ring, here);
+        } else if (is_scaled_alone<Tile>(launch.gemm)) {
           store_plain<Tile>(launch, shared, work.place, sums, factors, here);
         } else {
-          store_chunks<Tile>(launch, shared, work, sums, thread);
+          store_any<Tile>(launch, shared, ring, work.place, sums, factors, here);
         }
+        if (launch.copies_residual) ring.skip(residual_stages<Tile>(launch.gemm));
       }
     });
     if (me.thread == 0) ptx::wait_stores_read<0>();  // shared memory lives until then
@@ -168,7 +172,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 // ---- Launch -------------------------------------------------------------------------------------
 
-template <class Tile>
+template <class Tile, class Way = AnyWay>
 void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* parts,
                   Stream stream) {
   const int out_cols = p.out_cols();
@@ -196,7 +200,11 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
     launch.weight = device::matrix_map({p.weight.data, 1, p.N, p.K, p.weight.stride_row},
                                        Tile::kBoxCols, kDepth, true);
   }
-  launch.y = device::matrix_map({p.y, 2, p.M, out_cols, out_cols}, kChunk, kOutColumns, true);
+  launch.y = device::matrix_map({p.y, 2, p.M, out_cols, out_cols},
+                                is_scaled_alone<Tile>(p) ? kChunk : kOutRows, kOutColumns, true);
+  launch.copies_residual = config.segments == 1 && device::is_mappable(residual_of(p));
+  if (launch.copies_residual)
+    launch.residual = device::matrix_map(residual_of(p), Tile::kRows, kOutColumns, true);
   launch.tiles = {
       .along_m = launch.x.count,
       .along_n = is_gated(p.activation) ? ceil_div(out_cols, Tile::kBoxCols)
@@ -215,8 +223,9 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
   if (config.tail > 0) blocks = count + launch.helpers;
   if (config.even) blocks = std::min(blocks, gemm_config::kBlocksWanted);  // slots for sums
   if (config.segments > 1) blocks = count * config.segments;
-  device::launch_chained<expand_kernel<Tile>>(dim3(blocks), dim3(kThreads), sizeof(Shared<Tile>),
-                                              stream, launch, "linear: expanded weights");
+  device::launch_chained<expand_kernel<Tile, Way>>(dim3(blocks), dim3(kThreads),
+                                                   sizeof(Shared<Tile>), stream, launch,
+                                                   "linear: expanded weights");
 }
 
 template <class T, WeightFormat kFormat, bool kBlocks>
@@ -230,9 +239,19 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void
       if (config.tile_rows == 192)
         return launch_tiles<Tile<T, kFormat, kBlocks, 192, 1, true>>(p, config, parts, stream);
   }
-  if (config.tile_rows == 256)
-    return launch_tiles<Tile<T, kFormat, kBlocks, 256, 1, false, false, kTails>>(p, config, parts,
-                                                                                 stream);
+  if (config.tile_rows == 256) {
+    using Large = Tile<T, kFormat, kBlocks, 256, 1, false, false, kTails>;
+    if constexpr (std::is_same_v<T, __nv_bfloat16> && !kBlocks) {
+      using enum Activation;
+      if (p.activation == kNone && device::is_mappable(residual_of(p)))
+        return launch_tiles<Large, KnownWay<kNone, true>>(p, config, parts, stream);
+      if (p.activation == kGelu && !p.residual)
+        return launch_tiles<Large, KnownWay<kGelu>>(p, config, parts, stream);
+      if (p.activation == kSiluMul && !p.residual)
+        return launch_tiles<Large, KnownWay<kSiluMul>>(p, config, parts, stream);
+    }
+    return launch_tiles<Large>(p, config, parts, stream);
+  }
   if (config.tile_cols == 256)
     return launch_tiles<Tile<T, kFormat, kBlocks, 128, 2, false>>(p, config, parts, stream);
   launch_tiles<Tile<T, kFormat, kBlocks, 128, 1, true>>(p, config, parts, stream);

@@ -15,6 +15,8 @@ using namespace gemm_sm90;
 
 constexpr int kSteps = 4;       // of a stage: so often one wgmma is deep
 constexpr int kStepBytes = 32;  // 16 columns of x, or 32 of e4m3
+constexpr int kOutRows = 32;    // of y in a box, but 64 of what is plain, ...
+constexpr int kBoxes = 4;       // ... of which a warpgroup has so many
 
 /// kRows_ rows of x by kBands bands of 64 weight rows a warpgroup: 256 by 128 expand each weight
 /// half as often, 192 by 128 leave fewer rows empty, 128 by 256 suit fewer rows, 128 by 128 make
@@ -57,7 +59,8 @@ struct Parts {
 struct Launch {
   GemmParams gemm;
   device::RowTiles x;
-  CUtensorMap weight, scales, zeros, y;
+  CUtensorMap weight, scales, zeros, y, residual;
+  bool copies_residual;  // or there is none, or it cannot be mapped
   Tiles tiles;
   int segments;  // of K
   int steps;     // stages, in all
@@ -78,7 +81,8 @@ struct Shared {
   alignas(1024) std::uint8_t x[Tile::kStages][Tile::kRows][kRowBytes];
   alignas(1024) std::uint8_t weight[Tile::kStages][2][Tile::kBoxBytes];
   union {
-    alignas(1024) T out[kConsumers][2][kChunk][kOutColumns];
+    alignas(1024) T wide[kConsumers][2][kChunk][kOutColumns];
+    alignas(1024) T out[kConsumers][kBoxes][kOutRows][kOutColumns];
     Chunk chunks[kConsumers];
   };
   struct Scales {
@@ -165,6 +169,18 @@ __device__ __forceinline__ int half_of(int warpgroup, int band) {
 template <class Tile>
 __device__ __forceinline__ int first_in_half(int warpgroup) {
   return Tile::kBands == 2 ? warpgroup * kWarpgroupRows : 0;
+}
+
+/// The residual of a tile comes as stages behind its last, 64 columns of its rows each in the place
+/// of x.
+template <class Tile>
+__device__ __forceinline__ int residual_stages(const GemmParams& p) {
+  return is_gated(p.activation) ? Tile::kBands : 2 * Tile::kBands;
+}
+
+/// Whether they come behind this work.
+__device__ __forceinline__ bool takes_residual(const Launch& launch, const Work& work) {
+  return launch.copies_residual && work.first_step == 0;
 }
 
 }  // namespace ridgeline::gemm_expand

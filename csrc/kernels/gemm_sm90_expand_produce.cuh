@@ -13,10 +13,11 @@ template <class Tile>
 constexpr int kProducers = Tile::kInt4 ? 4 : 2;
 
 /// request(work, k, stage) for each stage, bytes(work) of it, as soon as it is free. And
-/// part(work, i, stage) for those of another block's sums.
-template <class Tile, class Bytes, class Request, class Part>
+/// part(work, i, stage) for those of another block's sums, residual(work, i, stage) for its own.
+template <class Tile, class Bytes, class Request, class Part, class Residual>
 __device__ __forceinline__ void for_each_stage(const Launch& launch, Shared<Tile>& shared,
-                                               Bytes&& bytes, Request&& request, Part&& part) {
+                                               Bytes&& bytes, Request&& request, Part&& part,
+                                               Residual&& residual) {
   Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
   for_each_work<Tile>(launch, [&](const Work& work) {
     for (int k = work.first_step; k < work.first_step + work.steps; ++k, ring.next()) {
@@ -24,21 +25,25 @@ __device__ __forceinline__ void for_each_stage(const Launch& launch, Shared<Tile
       ptx::mbarrier_expect(&shared.full[ring.stage], bytes(work));
       request(work, k, ring.stage);
     }
-    if (!takes_part<Tile>(launch, work)) return;
-    for (int i = 0; i < kPartStages; ++i, ring.next()) {
+    const int parts = takes_part<Tile>(launch, work) ? kPartStages : 0;
+    for (int i = 0; i < parts; ++i, ring.next()) {
       ptx::mbarrier_wait(&shared.free[ring.stage], ring.parity);
       part(work, i, ring.stage);
+    }
+    const int residuals = takes_residual(launch, work) ? residual_stages<Tile>(launch.gemm) : 0;
+    for (int i = 0; i < residuals; ++i, ring.next()) {
+      ptx::mbarrier_wait(&shared.free[ring.stage], ring.parity);
+      residual(work, i, ring.stage);
     }
   });
 }
 
-/// The same of a thread that brings nothing of those sums.
+/// The same of a thread that brings nothing of these.
 template <class Tile, class Bytes, class Request>
 __device__ __forceinline__ void for_each_stage(const Launch& launch, Shared<Tile>& shared,
                                                Bytes&& bytes, Request&& request) {
-  for_each_stage<Tile>(launch, shared, bytes, request, [&](const Work&, int, int s) {
-    ptx::mbarrier_arrive(&shared.full[s]);
-  });
+  const auto none = [&](const Work&, int, int s) { ptx::mbarrier_arrive(&shared.full[s]); };
+  for_each_stage<Tile>(launch, shared, bytes, request, none, none);
 }
 
 template <class Tile>
@@ -48,10 +53,18 @@ __device__ __forceinline__ void produce_x(const Launch& launch, Shared<Tile>& sh
     ptx::copy_matrix(shared.x[s], launch.x.map_of(work.place.m), &shared.full[s],
                      k * Tile::kDepth, work.place.m * Tile::kRows);
   };
-  for_each_stage<Tile>(launch, shared, bytes, request, [&](const Work& work, int i, int s) {
+  const auto part = [&](const Work& work, int i, int s) {
     if (i == 0) wait_for_part(launch, work.segment);
     bring_part<Tile>(launch, shared, work.segment, i, s);
-  });
+  };
+  const auto residual = [&](const Work& work, int i, int s) {
+    const int half = half_of<Tile>(i, i / 2), first = first_in_half<Tile>(i % 2);
+    ptx::mbarrier_expect(&shared.full[s], sizeof(shared.x[s]));
+    ptx::copy_matrix(shared.x[s], &launch.residual, &shared.full[s],
+                     weight_row<Tile>(launch, work.place.n, half) + first,
+                     work.place.m * Tile::kRows);
+  };
+  for_each_stage<Tile>(launch, shared, bytes, request, part, residual);
 }
 
 template <class Tile>

@@ -1,209 +1,330 @@
 #pragma once
-#include "kernels/gemm_sm90_expand_parts.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "kernels/gemm_sm90_expand_plain.cuh"
 
-/// The way of the expanding kernel's sums, which lie with weight rows as rows, to y.
+/// The way of the expanding kernel's sums to y where there is more to do.
 namespace ridgeline::gemm_expand {
 
-/// Scale and bias of this thread's weight rows.
-template <class Tile>
-struct RowFactors {
-  float scale[Tile::kBands][2], bias[Tile::kBands][2];
+/// Rows of x that are finished at once, and what a thread has of them and of 16 weight rows.
+constexpr int kAtOnce = kOutRows;
+using Values = float[kAtOnce / 8][4];
 
-  __device__ __forceinline__ void load(const Launch& launch, int tile, const Consumer& me) {
-    using T = typename Tile::T;
-    const GemmParams& p = launch.gemm;
+/// The `index`-th so many rows of the sums of a band, scaled, plus bias. Which is not known ahead:
+/// the way of some is code, not that of all. `first` is the tile's first row of x.
+template <class Tile>
+__device__ __forceinline__ void take(Values& values, const GemmParams& p, const Sums<Tile>& sums,
+                                     const RowFactors<Tile>& factors, int band, int index,
+                                     std::int64_t first, const Consumer& me) {
+  constexpr int kPieces = kAtOnce / 8;
+  float scale[2], bias[2];
 #pragma unroll
-    for (int band = 0; band < Tile::kBands; ++band)
+  for (int b = 0; b < Tile::kBands; ++b) {
+    if (b != band) continue;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const int n = weight_row<Tile>(launch, tile, half_of<Tile>(me.warpgroup, band)) +
-                      first_in_half<Tile>(me.warpgroup) + me.warp * 16 + me.quad + 8 * r;
-        scale[band][r] = Tile::kUnit;
-        bias[band][r] = 0.0f;
-        if (n >= p.N) continue;
-        if (!Tile::kInt4 && p.weight.scale_layout != ScaleLayout::kBlock)
-          scale[band][r] = static_cast<const float*>(
-              p.weight.scales)[p.weight.scale_layout == ScaleLayout::kRow ? n : 0];
-        if (p.bias) bias[band][r] = device::to_float(static_cast<const T*>(p.bias)[n]);
-      }
+    for (int r = 0; r < 2; ++r) scale[r] = factors.scale[b][r], bias[r] = factors.bias[b][r];
+#pragma unroll
+    for (int from = 0; from < Tile::kRows / kAtOnce; ++from) {
+      if (from != index) continue;
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) values[i][j] = sums[b][from * kPieces + i][j];
+    }
   }
-};
-
-/// Of the two rows of x beside each other, from `m` on, that a thread has sums of.
-template <class Tile>
-__device__ __forceinline__ float2 scales_of_x(const GemmParams& p, std::int64_t m) {
-  if (!Tile::kFp8X || !p.x.scale) return {1.0f, 1.0f};
-  if (!p.x.scale_per_row) return {*p.x.scale, *p.x.scale};
-  return {p.x.scale[min(m, p.M - 1)], p.x.scale[min(m + 1, p.M - 1)]};
+  if (p.x.scale)
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const std::int64_t m = first + index * kAtOnce + i * 8 + me.in_quad * 2 + c;
+        const float of_row = p.x.scale[p.x.scale_per_row ? min(m, p.M - 1) : 0];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) values[i][2 * r + c] = __fmul_rn(values[i][2 * r + c], of_row);
+      }
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      values[i][j] = __fadd_rn(__fmul_rn(values[i][j], scale[j / 2]), bias[j / 2]);
 }
 
-/// A band's 64 columns of y through a warpgroup's boxes, 64 rows of x at a time, transposed on the
-/// way.
+/// Where gates and up rows are in different warpgroups, which have sums of the same places: of two
+/// that each has, the first warpgroup finishes `gates`, the second `ups`, and both get the other
+/// factor of what they finish.
+template <class Tile, int kCount>
+__device__ __forceinline__ void trade(Values (&gates)[kCount], Values (&ups)[kCount],
+                                      Shared<Tile>& shared, const Consumer& me) {
+  constexpr int kPieces = kAtOnce / 8;
+  const auto at = [&](int warpgroup, int i) {
+    return reinterpret_cast<float4*>(shared.out[warpgroup][kBoxes - 2 * kCount]) + i * kWarpgroup +
+           me.thread;
+  };
+  static_assert(sizeof(Values) * kWarpgroup == 2 * sizeof(shared.out[0][0]));
+  const bool first = me.warpgroup == 0;
+  me.meet_all();  // the values before have been taken, the boxes have been read
+#pragma unroll
+  for (int i = 0; i < kCount * kPieces; ++i) {
+    const float(&gate)[4] = gates[i / kPieces][i % kPieces];
+    const float(&up)[4] = ups[i / kPieces][i % kPieces];
+    *at(1 - me.warpgroup, i) = {first ? up[0] : gate[0], first ? up[1] : gate[1],
+                                first ? up[2] : gate[2], first ? up[3] : gate[3]};
+  }
+  me.meet_all();  // the values are there
+#pragma unroll
+  for (int i = 0; i < kCount * kPieces; ++i) {
+    const float4 of = *at(me.warpgroup, i);
+    const float values[4] = {of.x, of.y, of.z, of.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      float& gate = gates[i / kPieces][i % kPieces][j];
+      float& up = ups[i / kPieces][i % kPieces][j];
+      gate = first ? gate : values[j];
+      up = first ? values[j] : up;
+    }
+  }
+}
+
+/// gates = act(gates) * ups.
+template <class T>
+__device__ __forceinline__ void gate(Activation activation, Values& gates, const Values& ups) {
+  gemm_detail::activate<T>(activation, gates);
+#pragma unroll
+  for (int i = 0; i < kAtOnce / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) gates[i][j] = __fmul_rn(gates[i][j], ups[i][j]);
+}
+
+/// Adds the residual that a stage holds of the tile's rows from `row` on.
 template <class Tile>
-__device__ __forceinline__ void store_plain(const Launch& launch, Shared<Tile>& shared,
-                                            const Place& place, const Sums<Tile>& sums,
-                                            const RowFactors<Tile>& factors, const Consumer& me) {
-  using T = typename Tile::T;
-  constexpr int kPieces = kChunk / 8;
+__device__ __forceinline__ void add_copied(Values& values, Shared<Tile>& shared, int stage, int row,
+                                           const Consumer& me) {
+  using Pair = device::Vec<typename Tile::T, 2>;
   const int matrix = me.lane / 8, chunk = me.warp * 2 + matrix % 2;
 #pragma unroll
-  for (int band = 0; band < Tile::kBands; ++band)
+  for (int i = 0; i < kAtOnce / 8; i += 2) {
+    const int m = row + (i + matrix / 2) * 8 + me.lane % 8;
+    std::uint32_t pairs[4];
+    ptx::ldmatrix_transposed(pairs, &shared.x[stage][m][(chunk ^ (m % 8)) * 16]);
 #pragma unroll
-    for (int box = 0; box < Tile::kRows / kChunk; ++box) {
-      auto& out = shared.out[me.warpgroup][box % 2];
-      if (me.thread == 0) ptx::wait_stores_read<1>();
-      me.meet();  // the box's last store has been read
+    for (int j = 0; j < 4; ++j) {
+      const auto of = device::floats(*reinterpret_cast<const Pair*>(&pairs[j]));
+      float(&to)[4] = values[i + j / 2];
 #pragma unroll
-      for (int i = 0; i < kPieces; i += 2) {
-        std::uint32_t packed[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {  // weight rows half j % 2 of piece i + j / 2
-          const float(&of)[4] = sums[band][box * kPieces + i + j / 2];
-          const float scale = factors.scale[band][j % 2], bias = factors.bias[band][j % 2];
-          const float2 of_x = scales_of_x<Tile>(
-              launch.gemm, std::int64_t{place.m} * Tile::kRows + box * kChunk +
-                               (i + j / 2) * 8 + me.in_quad * 2);
-          const auto scaled = [&](float sum, float x_scale) {
-            return __fadd_rn(__fmul_rn(__fmul_rn(sum, x_scale), scale), bias);
-          };
-          packed[j] = pack<T>(scaled(of[j % 2 * 2], of_x.x), scaled(of[j % 2 * 2 + 1], of_x.y));
-        }
-        const int m = (i + matrix / 2) * 8 + me.lane % 8;
-        ptx::stmatrix_transposed(&out[m][(chunk ^ (m % 8)) * 8], packed);
-      }
-      ptx::fence_async_shared();
-      me.meet();  // the box is whole
-      if (me.thread == 0) {
-        const int column = weight_row<Tile>(launch, place.n, half_of<Tile>(me.warpgroup, band)) +
-                           first_in_half<Tile>(me.warpgroup);
-        ptx::store_matrix(&launch.y, out, column, place.m * Tile::kRows + box * kChunk);
-        ptx::commit_stores();
-      }
+      for (int c = 0; c < 2; ++c) to[j % 2 * 2 + c] = __fadd_rn(to[j % 2 * 2 + c], of.data[c]);
     }
-}
-
-/// kCount rows of x, the `index`-th so many, of a band, transposed, to the chunk's rows from `to`.
-template <class Tile, int kCount>
-__device__ __forceinline__ void put_rows(Chunk& chunk, const Sums<Tile>& sums, int band, int index,
-                                         int to, const Consumer& me) {
-#pragma unroll
-  for (int b = 0; b < Tile::kBands; ++b)
-#pragma unroll
-    for (int c = 0; c < Tile::kRows / kCount; ++c) {
-      if (b != band || c != index) continue;
-#pragma unroll
-      for (int i = 0; i < kCount / 8; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j)
-          *chunk.at(to + i * 8 + me.in_quad * 2 + j % 2, me.warp * 16 + me.quad + j / 2 * 8) =
-              sums[b][c * kCount / 8 + i][j] * Tile::kUnit;
-    }
-}
-
-/// Chunk `c` of a warpgroup's sums: which part of y it is, which rows of which band.
-template <class Tile>
-struct ChunkOf {
-  Part part;
-  int band, index;
-  bool paired, both;
-
-  __device__ __forceinline__ ChunkOf(const Launch& launch, const Work& work, int c,
-                                     const Consumer& me)
-      // One band, paired: gates and up rows are in different warpgroups, which finish half the rows
-      // each; two bands: a warpgroup puts both into its chunk, the up rows below.
-      : paired(is_gated(launch.gemm.activation)), both(paired && Tile::kBands == 1) {
-    constexpr int kPerBand = Tile::kRows / kChunk;
-    const int rows = paired && !both ? kChunk / 2 : kChunk;
-    band = paired ? 0 : c / kPerBand;
-    index = paired ? c : c % kPerBand;
-    const int half = paired ? 0 : half_of<Tile>(me.warpgroup, band);
-    part = {.row = std::int64_t{work.place.m} * Tile::kRows + index * rows,
-            .column = weight_row<Tile>(launch, work.place.n, half) +
-                      first_in_half<Tile>(me.warpgroup),
-            .begin = both ? me.warpgroup * (kChunk / 2) : 0,
-            .end = both ? (me.warpgroup + 1) * (kChunk / 2) : rows,
-            .columns = kChunk,
-            .up_rows = both ? kChunk : kChunk / 2,
-            .up_columns = 0};
   }
+}
 
-  __device__ __forceinline__ void put(Chunk& own, const Sums<Tile>& sums,
-                                      const Consumer& me) const {
-    if (paired && !both) {
-      put_rows<Tile, kChunk / 2>(own, sums, 0, index, 0, me);
-      put_rows<Tile, kChunk / 2>(own, sums, Tile::kBands - 1, index, kChunk / 2, me);
-    } else {
-      put_rows<Tile, kChunk>(own, sums, band, index, 0, me);
+/// The same from memory, which the copy engine cannot map, of rows of x from `first` on.
+template <class T>
+__device__ __forceinline__ void add_from_memory(Values& values, const GemmParams& p,
+                                                std::int64_t first, int column,
+                                                const Consumer& me) {
+#pragma unroll
+  for (int i = 0; i < kAtOnce / 8; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const std::int64_t m = first + i * 8 + me.in_quad * 2 + j % 2;
+      const int n = column + me.warp * 16 + me.quad + j / 2 * 8;
+      if (m < p.M && n < p.out_cols())
+        values[i][j] = __fadd_rn(
+            values[i][j],
+            device::to_float(static_cast<const T*>(p.residual)[m * p.stride_residual + n]));
     }
+}
+
+/// Gives back the stages of the residual.
+template <class Tile>
+__device__ __forceinline__ void release_residual(const Launch& launch, Shared<Tile>& shared,
+                                                 Ring<Tile::kStages> ring, const Consumer& me) {
+  me.meet();  // the warpgroup has read its stages
+  if (me.thread != 0) return;
+  for (int i = 0; i < residual_stages<Tile>(launch.gemm); ++i, ring.next()) {
+    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+    ptx::mbarrier_arrive(&shared.free[ring.stage]);
+  }
+}
+
+/// What is finished of a warpgroup's sums, kAtOnce rows of x at a time: of each band, or of the
+/// gates; with one band gates and up rows are in different warpgroups, which finish half of the
+/// rows each.
+template <class Tile>
+struct Finished {
+  static constexpr int kPerBand = Tile::kRows / kAtOnce, kMost = Tile::kBands * kPerBand;
+  bool gated, trades;
+  int count;
+
+  __host__ __device__ constexpr explicit Finished(Activation activation)
+      : gated(is_gated(activation)),
+        trades(gated && Tile::kBands == 1),
+        count(trades ? kPerBand / 2 : gated ? kPerBand : kMost) {}
+
+  __device__ __forceinline__ int band(int i) const { return gated ? 0 : i / kPerBand; }
+  /// First of its rows in the tile.
+  __device__ __forceinline__ int row(int i, const Consumer& me) const {
+    return (trades ? me.warpgroup * count + i : i % kPerBand) * kAtOnce;
+  }
+  __device__ __forceinline__ int column(const Launch& launch, int n, int i,
+                                        const Consumer& me) const {
+    const int half = trades ? 0 : half_of<Tile>(me.warpgroup, band(i));
+    return weight_row<Tile>(launch, n, half) + first_in_half<Tile>(me.warpgroup);
+  }
+  /// Which of the stages behind the tile's last has its residual.
+  __device__ __forceinline__ int stage(int i, const Consumer& me) const {
+    return trades ? 0 : band(i) * 2 + me.warpgroup;
   }
 };
 
+/// Two sixteens of rows, as stmatrix takes them.
+using Packed = std::uint32_t[2][4];
+
+template <class T>
+__device__ __forceinline__ void pack(Packed& packed, const Values& values) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {  // weight rows half j % 2 of piece j / 2
+    const float(&of)[4] = values[j / 2];
+    packed[j / 4][j % 4] = gemm_sm90::pack<T>(of[j % 2 * 2], of[j % 2 * 2 + 1]);
+  }
+}
+
+/// Into a box, transposed.
 template <class Tile>
-__device__ __forceinline__ void store_chunks(const Launch& launch, Shared<Tile>& shared,
-                                             const Work& work, const Sums<Tile>& sums,
-                                             int thread) {
+__device__ __forceinline__ void put_box(Shared<Tile>& shared, int box, const Packed& packed,
+                                        const Consumer& me) {
+  auto& out = shared.out[me.warpgroup][box];
+  const int matrix = me.lane / 8, chunk = me.warp * 2 + matrix % 2;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int m = (2 * j + matrix / 2) * 8 + me.lane % 8;
+    ptx::stmatrix_transposed(&out[m][(chunk ^ (m % 8)) * 8], packed[j]);
+  }
+}
+
+/// The way of a tile to y that is known ahead: all of it is made, so that no value waits for a
+/// meeting, then stored.
+template <class Tile, class Way>
+__device__ __forceinline__ void store_known(const Launch& launch, Shared<Tile>& shared,
+                                            Ring<Tile::kStages> ring, const Place& place,
+                                            const Sums<Tile>& sums,
+                                            const RowFactors<Tile>& factors, const Consumer& me) {
   using T = typename Tile::T;
+  using All = Finished<Tile>;
   const GemmParams& p = launch.gemm;
-#pragma unroll 1
-  for (int c = 0; c < Tile::kChunks; ++c) {
-    const Consumer me(ptx::opaque(thread));  // no addresses of all rounds side by side in registers
-    const ChunkOf<Tile> of(launch, work, c, me);
-    const auto meet = [&] { of.both ? me.meet_all() : me.meet(); };
-    Columns columns;
-    columns.load<T>(p, of.part, me.thread);
-    meet();  // the chunk before is read
-    of.put(shared.chunks[me.warpgroup], sums, me);
-    meet();  // the chunk is whole
-    Chunk& chunk = shared.chunks[of.both ? 0 : me.warpgroup];
-    finish_chunk<T, true>(
-        p, [&](int row, int column) { return device::load_vec<kEach>(chunk.at(row, column)); },
-        of.part, columns, me.thread);
-  }
-}
-
-/// Scale and bias of the tile's columns for store_share, one a thread.
-template <class Tile>
-__device__ __forceinline__ void bring_columns(const Launch& launch, Shared<Tile>& shared,
-                                              const Work& work, const Consumer& me) {
-  for (int c = me.warpgroup * kWarpgroup + me.thread; c < 2 * Tile::kBoxCols;
-       c += kConsumers * kWarpgroup)
-    shared.columns[c] = Column::load<typename Tile::T>(
-        launch.gemm, weight_row<Tile>(launch, work.place.n, c / Tile::kBoxCols) +
-                         c % Tile::kBoxCols);
-}
-
-/// The rows of x that this block of a tile's segments finishes: those whose sums exchange() made
-/// whole.
-template <class Tile>
-__device__ __forceinline__ void store_share(const Launch& launch, Shared<Tile>& shared,
-                                            const Sums<Tile>& sums, int thread) {
-  const Work work = segment_of(launch.tiles, launch.segments, launch.steps,
-                               ptx::opaque(static_cast<int>(blockIdx.x)));
-  const int rows = Tile::kRows / launch.segments, first = work.segment * rows;
-  const Consumer me(ptx::opaque(thread));
-#pragma unroll 1
-  for (int c = first / kChunk; c * kChunk < first + rows; ++c) {
-    ChunkOf<Tile> of(launch, work, c, me);
-    me.meet_all();  // the columns are there, the chunk before is read
-    of.put(shared.chunks[me.warpgroup], sums, me);
-    me.meet_all();  // the chunk is whole
-    of.part.begin = max(first - c * kChunk, 0);
-    of.part.end = min(first + rows - c * kChunk, kChunk);
-    if (of.both) {
-      const int half = (of.part.end - of.part.begin) / 2;
-      of.part.begin += me.warpgroup * half;
-      of.part.end = of.part.begin + half;
+  constexpr Activation kActivation = Way::activation({});
+  constexpr bool kTrades = is_gated(kActivation) && Tile::kBands == 1;
+  constexpr All all(kActivation);
+  const std::int64_t first = std::int64_t{place.m} * Tile::kRows;
+  Packed packed[all.count];
+  if (me.thread == 0) ptx::wait_stores_read<0>();
+  if constexpr (kTrades) {
+    constexpr int kPair = 2;
+#pragma unroll
+    for (int i = 0; i < all.count; i += kPair) {
+      Values gates[kPair], ups[kPair];
+#pragma unroll
+      for (int j = 0; j < kPair; ++j) {
+        take<Tile>(gates[j], p, sums, factors, 0, i + j, first, me);
+        take<Tile>(ups[j], p, sums, factors, 0, all.count + i + j, first, me);
+      }
+      trade<Tile>(gates, ups, shared, me);
+#pragma unroll
+      for (int j = 0; j < kPair; ++j) {
+        gate<T>(kActivation, gates[j], ups[j]);
+        pack<T>(packed[i + j], gates[j]);
+      }
     }
-    const Column* columns_at = shared.columns + (of.both ? 0 : me.warpgroup) * Tile::kBoxCols +
-                               me.thread * kEach % kChunk;
-    Columns columns;
-    columns.take(columns_at, of.paired ? columns_at + Tile::kBoxCols : columns_at);
-    Chunk& chunk = shared.chunks[of.both ? 0 : me.warpgroup];
-    finish_chunk<typename Tile::T, true>(
-        launch.gemm,
-        [&](int row, int column) { return device::load_vec<kEach>(chunk.at(row, column)); },
-        of.part, columns, me.thread);
+  } else {
+    if (Way::has_residual(p)) {
+      ring.skip(me.warpgroup);
+      ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+    }
+#pragma unroll
+    for (int i = 0; i < all.count; ++i) {
+      Values values;
+      take<Tile>(values, p, sums, factors, all.band(i), i % All::kPerBand, first, me);
+      if constexpr (is_gated(kActivation)) {
+        Values ups;
+        take<Tile>(ups, p, sums, factors, Tile::kBands - 1, i, first, me);
+        gate<T>(kActivation, values, ups);
+      } else {
+        gemm_detail::activate<T>(kActivation, values);
+      }
+      if (Way::has_residual(p)) add_copied<Tile>(values, shared, ring.stage, all.row(i, me), me);
+      pack<T>(packed[i], values);
+    }
   }
+  me.meet();  // the boxes of the tile before have been read, and what was traded
+  constexpr int kTogether = kBoxes / 2;
+  static_assert(all.count % kTogether == 0);
+#pragma unroll
+  for (int i = 0; i < all.count; i += kTogether) {
+    if (i >= kBoxes) {
+      if (me.thread == 0) ptx::wait_stores_read<1>();
+      me.meet();  // the boxes' last stores have been read
+    }
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j) put_box<Tile>(shared, (i + j) % kBoxes, packed[i + j], me);
+    ptx::fence_async_shared();
+    me.meet();  // the boxes are whole
+    if (me.thread != 0) continue;
+#pragma unroll
+    for (int j = 0; j < kTogether; ++j)
+      ptx::store_matrix(&launch.y, shared.out[me.warpgroup][(i + j) % kBoxes],
+                        all.column(launch, place.n, i + j, me),
+                        place.m * Tile::kRows + all.row(i + j, me));
+    ptx::commit_stores();
+  }
+}
+
+/// Any other way.
+template <class Tile>
+__device__ __forceinline__ void store_any(const Launch& launch, Shared<Tile>& shared,
+                                          Ring<Tile::kStages> ring, const Place& place,
+                                          const Sums<Tile>& sums, const RowFactors<Tile>& factors,
+                                          const Consumer& me) {
+  using T = typename Tile::T;
+  using All = Finished<Tile>;
+  const GemmParams& p = launch.gemm;
+  const std::int64_t first = std::int64_t{place.m} * Tile::kRows;
+  const All all(p.activation);
+  if (me.thread == 0) ptx::wait_stores_read<0>();
+  me.meet();  // the boxes of the tile before have been read
+#pragma unroll 1
+  for (int i = 0; i < all.count; ++i) {
+    const int row = all.row(i, me), column = all.column(launch, place.n, i, me);
+    if (me.thread == 0) ptx::wait_stores_read<1>();  // the next meeting tells the others
+    Values values[1];
+    take<Tile>(values[0], p, sums, factors, all.band(i), i % All::kPerBand, first, me);
+    if (all.gated) {
+      Values ups[1];
+      take<Tile>(ups[0], p, sums, factors, Tile::kBands - 1, all.trades ? all.count + i : i, first,
+                 me);
+      if (all.trades) trade<Tile>(values, ups, shared, me);
+      gate<T>(p.activation, values[0], ups[0]);
+    } else {
+      gemm_detail::activate<T>(p.activation, values[0]);
+    }
+    if (p.residual && launch.copies_residual) {
+      auto at = ring;
+      at.skip(all.stage(i, me));
+      ptx::mbarrier_wait(&shared.full[at.stage], at.parity);
+      add_copied<Tile>(values[0], shared, at.stage, row, me);
+    } else if (p.residual) {
+      add_from_memory<T>(values[0], p, first + row, column, me);
+    }
+    Packed packed;
+    pack<T>(packed, values[0]);
+    // Where values are traded there are half as many boxes, but two meetings more.
+    const int box = i % (all.trades ? kBoxes / 2 : kBoxes);
+    put_box<Tile>(shared, box, packed, me);
+    ptx::fence_async_shared();
+    me.meet();  // the box is whole
+    if (me.thread != 0) continue;
+    ptx::store_matrix(&launch.y, shared.out[me.warpgroup][box], column,
+                      place.m * Tile::kRows + row);
+    ptx::commit_stores();
+  }
+  if (launch.copies_residual) release_residual<Tile>(launch, shared, ring, me);
 }
 
 }  // namespace ridgeline::gemm_expand

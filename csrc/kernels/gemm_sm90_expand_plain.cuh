@@ -1,0 +1,86 @@
+#pragma once
+#include "kernels/gemm_sm90_expand_parts.cuh"
+
+/// The way of the expanding kernel's sums, which lie with weight rows as rows, to y: scaled, with
+/// bias, and no more.
+namespace ridgeline::gemm_expand {
+
+/// Scale and bias of this thread's weight rows.
+template <class Tile>
+struct RowFactors {
+  float scale[Tile::kBands][2], bias[Tile::kBands][2];
+
+  __device__ __forceinline__ void load(const Launch& launch, int tile, const Consumer& me) {
+#pragma unroll
+    for (int band = 0; band < Tile::kBands; ++band)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int n = weight_row<Tile>(launch, tile, half_of<Tile>(me.warpgroup, band)) +
+                      first_in_half<Tile>(me.warpgroup) + me.warp * 16 + me.quad + 8 * r;
+        const Column of = Column::load<typename Tile::T>(launch.gemm, n);
+        scale[band][r] = of.scale * Tile::kUnit;
+        bias[band][r] = of.bias;
+      }
+  }
+};
+
+/// Whether that is all.
+template <class Tile>
+__host__ __device__ __forceinline__ bool is_scaled_alone(const GemmParams& p) {
+  return is_plain(p) && (Tile::kFp8X || !p.x.scale);
+}
+
+/// Of the two rows of x beside each other, from `m` on, that a thread has sums of.
+template <class Tile>
+__device__ __forceinline__ float2 scales_of_x(const GemmParams& p, std::int64_t m) {
+  if (!Tile::kFp8X || !p.x.scale) return {1.0f, 1.0f};
+  if (!p.x.scale_per_row) return {*p.x.scale, *p.x.scale};
+  return {p.x.scale[min(m, p.M - 1)], p.x.scale[min(m + 1, p.M - 1)]};
+}
+
+/// A band's 64 columns of y through a warpgroup's boxes, 64 rows of x at a time, transposed on the
+/// way.
+template <class Tile>
+__device__ __forceinline__ void store_plain(const Launch& launch, Shared<Tile>& shared,
+                                            const Place& place, const Sums<Tile>& sums,
+                                            const RowFactors<Tile>& factors, const Consumer& me) {
+  using T = typename Tile::T;
+  constexpr int kPieces = kChunk / 8;
+  const int matrix = me.lane / 8, chunk = me.warp * 2 + matrix % 2;
+#pragma unroll
+  for (int band = 0; band < Tile::kBands; ++band)
+#pragma unroll
+    for (int box = 0; box < Tile::kRows / kChunk; ++box) {
+      auto& out = shared.wide[me.warpgroup][box % 2];
+      if (me.thread == 0) ptx::wait_stores_read<1>();
+      me.meet();  // the box's last store has been read
+#pragma unroll
+      for (int i = 0; i < kPieces; i += 2) {
+        std::uint32_t packed[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {  // weight rows half j % 2 of piece i + j / 2
+          const float(&of)[4] = sums[band][box * kPieces + i + j / 2];
+          const float scale = factors.scale[band][j % 2], bias = factors.bias[band][j % 2];
+          const float2 of_x = scales_of_x<Tile>(
+              launch.gemm, std::int64_t{place.m} * Tile::kRows + box * kChunk +
+                               (i + j / 2) * 8 + me.in_quad * 2);
+          const auto scaled = [&](float sum, float x_scale) {
+            return __fadd_rn(__fmul_rn(__fmul_rn(sum, x_scale), scale), bias);
+          };
+          packed[j] = pack<T>(scaled(of[j % 2 * 2], of_x.x), scaled(of[j % 2 * 2 + 1], of_x.y));
+        }
+        const int m = (i + matrix / 2) * 8 + me.lane % 8;
+        ptx::stmatrix_transposed(&out[m][(chunk ^ (m % 8)) * 8], packed);
+      }
+      ptx::fence_async_shared();
+      me.meet();  // the box is whole
+      if (me.thread == 0) {
+        const int column = weight_row<Tile>(launch, place.n, half_of<Tile>(me.warpgroup, band)) +
+                           first_in_half<Tile>(me.warpgroup);
+        ptx::store_matrix(&launch.y, out, column, place.m * Tile::kRows + box * kChunk);
+        ptx::commit_stores();
+      }
+    }
+}
+
+}  // namespace ridgeline::gemm_expand
