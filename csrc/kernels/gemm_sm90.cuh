@@ -122,7 +122,7 @@ struct Consumer {
 
 // ---- Epilogue -----------------------------------------------------------------------------------
 
-/// Whether y is the sums with scales and bias: then they go to y by the copy engine.
+/// Whether y is the sums with scales and bias.
 __host__ __device__ __forceinline__ bool is_plain(const GemmParams& p) {
   return p.activation == Activation::kNone && p.residual == nullptr;
 }
@@ -139,7 +139,7 @@ __device__ __forceinline__ std::uint32_t pack(float first, float second) {
   return *reinterpret_cast<std::uint32_t*>(&pair);
 }
 
-/// A warpgroup's sums on their way to what is not plain: 64 x 64, rows are those of x. Eight
+/// A warpgroup's sums where several blocks share a tile: 64 x 64, rows are those of x. Eight
 /// columns move as one so that the eight rows of a fragment, by columns or transposed, lie in
 /// different banks.
 constexpr int kChunk = 64;
@@ -202,27 +202,12 @@ struct Columns {
         bias[up][i] = (up ? ups : gates)[i].bias;
       }
   }
-
-  template <class T>
-  __device__ __forceinline__ void load(const GemmParams& p, const Part& part, int thread) {
-    const int first = part.column + thread * kEach % part.columns;
-#pragma unroll
-    for (int up = 0; up < 2; ++up)
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        if ((up != 0 && !is_gated(p.activation)) || first + i >= p.out_cols()) continue;
-        const Column column = Column::load<T>(p, first + i + up * (p.N / 2));
-        scale[up][i] = column.scale;
-        bias[up][i] = column.bias;
-      }
-  }
 };
 
 /// The chunk's part of y, neighbouring threads on neighbouring columns. Each product and sum is
-/// rounded by itself, as `finish` does. sums_at(row, column) gives four sums; their rows are scaled
-/// already, or by kScaleRows. kAtOnce rows of a thread hide each other's loads, and are code that a
-/// block which runs it once waits for.
-template <class T, bool kScaleRows, int kAtOnce = 2, class SumsAt>
+/// rounded by itself, as `finish` does. sums_at(row, column) gives four sums. Two rows of a thread
+/// hide each other's loads, and are code that a block which runs it once waits for.
+template <class T, class SumsAt>
 __device__ __forceinline__ void finish_chunk(const GemmParams& p, SumsAt&& sums_at,
                                              const Part& part, const Columns& columns,
                                              int thread) {
@@ -230,11 +215,11 @@ __device__ __forceinline__ void finish_chunk(const GemmParams& p, SumsAt&& sums_
   const int per_row = part.columns / kEach, column = thread % per_row * kEach;
   const int out_cols = p.out_cols(), n = part.column + column;
   if (n >= out_cols) return;
-#pragma unroll kAtOnce
+#pragma unroll 2
   for (int row = part.begin + thread / per_row; row < part.end; row += kWarpgroup / per_row) {
     const std::int64_t m = part.row + row;
     if (m >= p.M) return;
-    const bool scales_row = kScaleRows && p.x.scale && !p.x.scale_per_group;
+    const bool scales_row = p.x.scale && !p.x.scale_per_group;
     const float x_scale = scales_row ? p.x.scale[p.x.scale_per_row ? m : 0] : 1.0f;
     device::Vec<float, kEach> sums[2];
     sums[0] = sums_at(row, column);

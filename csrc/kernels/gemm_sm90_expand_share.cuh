@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_share(const Launch& launch, Shared<Tile>& 
     Columns columns;
     columns.take(columns_at, of.paired ? columns_at + Tile::kBoxCols : columns_at);
     Chunk& chunk = shared.chunks[of.both ? 0 : me.warpgroup];
-    finish_chunk<typename Tile::T, true>(
+    finish_chunk<typename Tile::T>(
         launch.gemm,
         [&](int row, int column) { return device::load_vec<kEach>(chunk.at(row, column)); },
         of.part, columns, me.thread);

@@ -176,34 +176,26 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
   }
 }
 
-/// Chunk `index` of the sums, times the scales of their rows: 64 columns, or 32 gates and their up
-/// columns.
+/// Chunk `index` of the sums: 64 columns, or 32 gates and their up columns.
 template <class Tile>
 __device__ __forceinline__ void put_chunk(Chunk& chunk, const Sums<Tile>& sums, int index,
-                                          bool gated, const float (&row_scale)[2],
-                                          const Consumer& me) {
+                                          bool gated, const Consumer& me) {
   constexpr int kPieces = kChunk / 8, kPerPart = Tile::kPartCols / 8;
 #pragma unroll
-  for (int c = 0; c < Tile::kCols / kChunk; ++c) {
-    if (c != index) continue;
+  for (int i = 0; i < kPieces; ++i) {
+    // Of the tile's pieces of eight columns; the second half of a gated tile is up.
+    const int plain = index * kPieces + i;
+    constexpr int kUp = Tile::kCols / 16;
+    const int paired = index * kPieces / 2 + i % (kPieces / 2) + i / (kPieces / 2) * kUp;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      // Of the tile's pieces of eight columns; the second half of a gated tile is up.
-      const int plain = c * kPieces + i;
-      constexpr int kUp = Tile::kCols / 16;
-      const int paired = c * kPieces / 2 + i % (kPieces / 2) + i / (kPieces / 2) * kUp;
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float2 pair;
-        pair.x = gated ? sums[paired / kPerPart][paired % kPerPart][2 * r]
-                       : sums[plain / kPerPart][plain % kPerPart][2 * r];
-        pair.y = gated ? sums[paired / kPerPart][paired % kPerPart][2 * r + 1]
-                       : sums[plain / kPerPart][plain % kPerPart][2 * r + 1];
-        pair.x = __fmul_rn(pair.x, row_scale[r]);
-        pair.y = __fmul_rn(pair.y, row_scale[r]);
-        *reinterpret_cast<float2*>(
-            chunk.at(me.warp * 16 + me.quad + 8 * r, i * 8 + me.in_quad * 2)) = pair;
-      }
+    for (int r = 0; r < 2; ++r) {
+      float2 pair;
+      pair.x = gated ? sums[paired / kPerPart][paired % kPerPart][2 * r]
+                     : sums[plain / kPerPart][plain % kPerPart][2 * r];
+      pair.y = gated ? sums[paired / kPerPart][paired % kPerPart][2 * r + 1]
+                     : sums[plain / kPerPart][plain % kPerPart][2 * r + 1];
+      *reinterpret_cast<float2*>(
+          chunk.at(me.warp * 16 + me.quad + 8 * r, i * 8 + me.in_quad * 2)) = pair;
     }
   }
 }
@@ -218,11 +210,10 @@ __device__ __forceinline__ void store_split(const Launch& launch, Shared<Tile>& 
   const bool gated = is_gated(p.activation);
   const int columns = gated ? kChunk / 2 : kChunk;
   auto& split = shared.split();
-  const float one[2] = {1.0f, 1.0f};
   me.meet_all();  // nobody reads the stages any more
 #pragma unroll
   for (int c = 0; c < Tile::kChunks; ++c)
-    put_chunk<Tile>(split.chunks[c][me.warpgroup], sums, c, gated, one, me);
+    put_chunk<Tile>(split.chunks[c][me.warpgroup], sums, c, gated, me);
   ptx::cluster_arrive();
   ptx::cluster_wait();  // the sums of every segment are in shared memory
 #pragma unroll 1
@@ -238,7 +229,7 @@ __device__ __forceinline__ void store_split(const Launch& launch, Shared<Tile>& 
     Columns of_thread;
     const Column* first = shared.columns + c * columns + me.thread * kEach % columns;
     of_thread.take(first, gated ? first + Tile::kCols / 2 : first);
-    finish_chunk<typename Tile::T, true>(
+    finish_chunk<typename Tile::T>(
         p,
         [&](int row, int column) {
           return split.chunks[c][me.warpgroup].total(row, column, launch.segments);
