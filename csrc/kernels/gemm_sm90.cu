@@ -144,30 +144,23 @@ __device__ __forceinline__ void consume_overlapped(const Launch& launch, Shared<
   };
   // The epilogue's addresses are not kept in registers while the tensor cores work.
   const auto here = [] { return Consumer(ptx::opaque(static_cast<int>(threadIdx.x))); };
-  const auto wait_for_residual = [&] {
-    if (kResidual) ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
-  };
   clear<Tile>(sums);
   multiply(nothing);
   int parity = 0;
   for (int i = static_cast<int>(blockIdx.x);; parity ^= 1) {
     const Place place = place_of(launch.tiles, i);
     for (int k = Tile::kAddEvery; k < launch.steps; k += Tile::kAddEvery) multiply(nothing);
+    Pairs residual[kResidual ? kMost : 1];
+    if constexpr (kResidual) take_residual<Tile>(residual, shared, ring, here());
     ptx::mbarrier_wait(&shared.columns_full, parity);
-    wait_for_residual();
-    store_boxes<Tile, Way, 0, kMost / 2>(launch, shared, ring, place, sums, here());
-    if (kResidual) release_residual<Tile>(shared, ring.stage, me), ring.next();
-    wait_for_residual();
-    const Ring<Tile::kStages> second = ring;
-    if (kResidual) ring.next();
+    store_boxes<Tile, Way, 0, kMost / 2>(launch, shared, ring, place, sums, residual, here());
     const auto store_second = [&] {
-      store_boxes<Tile, Way, kMost / 2, kMost>(launch, shared, second, place, sums, here());
+      store_boxes<Tile, Way, kMost / 2, kMost>(launch, shared, ring, place, sums, residual, here());
       clear<Tile>(sums);
     };
     i += static_cast<int>(gridDim.x);
     if (i >= count) return store_second();
     multiply(store_second);
-    if (kResidual) release_residual<Tile>(shared, second.stage, me);
     ptx::mbarrier_arrive(&shared.columns_free);  // every lane, for what it read
   }
 }
@@ -195,7 +188,8 @@ __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shar
       store_split<Tile>(launch, shared, sums, here);
     } else {
       const auto store = [&](auto way) {
-        store_boxes<Tile, decltype(way), 0, kMost>(launch, shared, ring, work.place, sums, here);
+        store_boxes<Tile, decltype(way), 0, kMost>(launch, shared, ring, work.place, sums, nullptr,
+                                                   here);
       };
       using Plain = KnownWay<Activation::kNone>;
       using Gated = KnownWay<Activation::kSiluMul>;

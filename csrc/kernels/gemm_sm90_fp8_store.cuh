@@ -61,24 +61,46 @@ __device__ __forceinline__ void add_pair(Values& values, int i, int r,
 
 constexpr int kInStage = kResidualBoxes * kHalves;  // times kAtOnce columns
 
-/// Adds the residual that a stage holds.
+/// What a thread needs of the residual of kAtOnce columns, sixteen each.
+using Pairs = std::uint32_t[kAtOnce / 16][4];
+
 template <class Tile>
-__device__ __forceinline__ void add_copied(Values& values, Shared<Tile>& shared, int stage,
-                                           int index, const Consumer& me) {
-  using Pair = device::Vec<typename Tile::T, 2>;
+__device__ __forceinline__ void load_residual(Pairs& pairs, Shared<Tile>& shared, int stage,
+                                              int index, const Consumer& me) {
   const int matrix = me.lane / 8, row = matrix % 2 * 8 + me.lane % 8;
   const int chunk = index % kHalves * (kAtOnce / 8) + matrix / 2;
   const std::uint8_t* from =
       shared.residual(stage, index % kInStage / kHalves) +
       (me.warpgroup * kWarpgroupRows + me.warp * 16 + row) * kRowBytes;
 #pragma unroll
-  for (int i = 0; i < kAtOnce / 8; i += 2) {
-    std::uint32_t pairs[4];
-    ptx::ldmatrix(pairs, from + ((chunk + i) ^ (row % 8)) * 16);
+  for (int i = 0; i < kAtOnce / 16; ++i)
+    ptx::ldmatrix(pairs[i], from + ((chunk + 2 * i) ^ (row % 8)) * 16);
+}
+
+/// All of a tile's, whose stages are free then.
+template <class Tile>
+__device__ __forceinline__ void take_residual(Pairs (&pairs)[Tile::kCols / kAtOnce],
+                                              Shared<Tile>& shared, Ring<Tile::kStages>& ring,
+                                              const Consumer& me) {
+  constexpr int kCount = Tile::kCols / kAtOnce;
 #pragma unroll
-    for (int j = 0; j < 4; ++j)
-      add_pair(values, i + j / 2, j % 2, *reinterpret_cast<const Pair*>(&pairs[j]));
+  for (int first = 0; first < kCount; first += kInStage, ring.next()) {
+    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+#pragma unroll
+    for (int i = first; i < first + kInStage; ++i)
+      load_residual<Tile>(pairs[i], shared, ring.stage, i, me);
+    release_residual<Tile>(shared, ring.stage, me);
   }
+}
+
+template <class T>
+__device__ __forceinline__ void add(Values& values, const Pairs& pairs) {
+#pragma unroll
+  for (int i = 0; i < kAtOnce / 8; ++i)
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      add_pair(values, i, r,
+               *reinterpret_cast<const device::Vec<T, 2>*>(&pairs[i / 2][i % 2 * 2 + r]));
 }
 
 /// Adds the residual: of the stages behind the tile's last, or of memory that the copy engine
@@ -93,7 +115,9 @@ __device__ __forceinline__ void add_residual(Values& values, const Launch& launc
   if (launch.copies_residual) {
     ring.skip(index / kInStage);
     ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
-    add_copied<Tile>(values, shared, ring.stage, index, me);
+    Pairs pairs;
+    load_residual<Tile>(pairs, shared, ring.stage, index, me);
+    add<T>(values, pairs);
     if (index % kInStage == kInStage - 1 || index == count - 1)
       release_residual<Tile>(shared, ring.stage, me);
     return;
@@ -114,11 +138,12 @@ __device__ __forceinline__ void add_residual(Values& values, const Launch& launc
 /// Each warp's 16 rows through its own boxes of 64 columns of y: of a tile's kMost times kAtOnce
 /// columns those from kFirst to kLast, less where they are gated. A thread has the up sums of its
 /// gates, half a tile on. A known way has no branches, beside which products cannot be made; its
-/// residual is in the stage of `ring`.
+/// residual is in registers.
 template <class Tile, class Way, int kFirst, int kLast>
 __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& shared,
                                             const Ring<Tile::kStages>& ring, const Place& place,
-                                            const Sums<Tile>& sums, const Consumer& me) {
+                                            const Sums<Tile>& sums, const Pairs* residual,
+                                            const Consumer& me) {
   using T = typename Tile::T;
   constexpr int kMost = Tile::kCols / kAtOnce;
   const GemmParams& p = launch.gemm;
@@ -143,8 +168,7 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
         for (int j = 0; j < 4; ++j) values[i][j] = __fmul_rn(values[i][j], ups[i][j]);
     }
     if constexpr (Way::kKnown) {
-      if (Way::has_residual(p))
-        add_copied<Tile>(values, shared, ring.stage, index, me);
+      if (Way::has_residual(p)) add<T>(values, residual[index]);
     } else {
       if (Way::has_residual(p))
         add_residual<Tile>(values, launch, shared, ring, place, index, count, me);
