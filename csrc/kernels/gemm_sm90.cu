@@ -21,12 +21,13 @@ template <class Tile, int kCount, class Meanwhile>
 __device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
                                                 Sums<Tile>& sums, const BlockScales& scales,
                                                 const Consumer& me, Meanwhile&& meanwhile) {
+  const int warpgroup = device::from_lane(me.warpgroup, 0);  // in a register that a warp shares
   std::uint64_t x[kCount], weight[kCount];
   int stages[kCount];
 #pragma unroll
   for (int j = 0; j < kCount; ++j, ring.next()) {
     stages[j] = ring.stage;
-    x[j] = ptx::swizzled_operand(shared.x[ring.stage][me.warpgroup * kWarpgroupRows], 16,
+    x[j] = ptx::swizzled_operand(shared.x[ring.stage][warpgroup * kWarpgroupRows], 16,
                                  8 * kRowBytes);
     weight[j] = ptx::swizzled_operand(shared.weight[ring.stage], 16, 8 * kRowBytes);
     ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
@@ -115,8 +116,8 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
                                               const Work& work, const Consumer& me) {
   const auto nothing = [] {};
   clear<Tile>(sums);
-  BlockScales scales;
-  if constexpr (Tile::kBlocks) scales.start<Tile>(launch, work, me);
+  BlockScales scales{launch};
+  if constexpr (Tile::kBlocks) scales.start<Tile>(work, me);
   int k = 0;
   for (; k + Tile::kAddEvery <= work.steps; k += Tile::kAddEvery) {
     if constexpr (Tile::kBlocks) scales.advance(k + 1, work.steps);
@@ -140,7 +141,7 @@ __device__ __forceinline__ void consume_overlapped(const Launch& launch, Shared<
   Ring<Tile::kStages> ring;
   Sums<Tile> sums;
   const auto multiply = [&](auto&& meanwhile) {
-    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, {}, me, meanwhile);
+    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, BlockScales{launch}, me, meanwhile);
   };
   // The epilogue's addresses are not kept in registers while the tensor cores work.
   const auto here = [] { return Consumer(ptx::opaque(static_cast<int>(threadIdx.x))); };
