@@ -3,7 +3,7 @@
 
 #include "device/dequant.cuh"
 #include "device/ptx/wgmma_few.cuh"
-#include "kernels/gemm_grouped_sm90.cuh"
+#include "kernels/gemm_grouped_sm90_work.cuh"
 
 /// How weights of a stage become operands.
 namespace ridgeline::gemm_grouped {

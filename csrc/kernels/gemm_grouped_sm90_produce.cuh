@@ -1,7 +1,7 @@
 #pragma once
 #include "device/ptx/async_copy.cuh"
 #include "device/ptx/tensor_copy.cuh"
-#include "kernels/gemm_grouped_sm90.cuh"
+#include "kernels/gemm_grouped_sm90_work.cuh"
 
 /// The warps that bring what a tile is made of.
 namespace ridgeline::gemm_grouped {
