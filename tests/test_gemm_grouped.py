@@ -85,3 +85,14 @@ def test_few_rows_of_any_experts(experts: int, kind: str, device: str) -> None:
 def test_some_rows_meet_tiles_of_as_many(mean: int, kind: str, gated: bool, device: str) -> None:
     """Tiles of 16, 24, 32, 48, 64 and 80 rows; one expert has more rows than its tile."""
     check(kind, [2 * mean, 0, mean + 1, mean - 1], 288, 384, gated, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
+@pytest.mark.parametrize("K", [1152, 128])  # a row of 16-bit x is two units, or a part of one
+def test_rows_are_gathered_while_others_are_multiplied(
+    K: int, kind: str, gated: bool, device: str
+) -> None:
+    """256 rows an expert in the mean: experts of full tiles come first, and their rows of x."""
+    check(kind, [513, 0, 700, 257, 1, 330, 64, 511], 288, K, gated, device)

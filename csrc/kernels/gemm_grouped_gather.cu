@@ -48,7 +48,27 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+struct ClearParams {
+  unsigned* to;
+  std::int64_t count;
+};
+
+/// Grid: a thread a count.
+__global__ void __launch_bounds__(kThreads)
+    clear_kernel(const __grid_constant__ ClearParams params) {
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  const std::int64_t i = std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (i < params.count) params.to[i] = 0;
+}
+
 }  // namespace
+
+void launch_clear(unsigned* to, std::int64_t count, Stream stream) {
+  device::launch_chained<clear_kernel>(
+      dim3(static_cast<unsigned>(ceil_div<std::int64_t>(count, kThreads))), dim3(kThreads), 0,
+      stream, ClearParams{to, count}, "grouped_linear: counts of rows");
+}
 
 void launch_gather(const GroupedGemmParams& params, void* to, Stream stream) {
   const GemmParams& p = params.gemm;

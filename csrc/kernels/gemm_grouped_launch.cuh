@@ -85,6 +85,9 @@ std::size_t sm90_workspace_bytes(const GroupedGemmParams& params);
 /// The rows of x that rows of y are made of, one after the other.
 void launch_gather(const GroupedGemmParams& params, void* to, Stream stream);
 
+/// Zeros.
+void launch_clear(unsigned* to, std::int64_t count, Stream stream);
+
 /// Whether few rows of int4 meet the integer tensor cores: where runs_on_wgmma(params).
 bool is_for_digits(const GroupedGemmParams& params);
 

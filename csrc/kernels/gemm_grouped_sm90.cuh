@@ -104,11 +104,26 @@ __host__ __device__ constexpr int box_rows_of(int row_tile) {
   return Tile::kRows == 24 ? 24 : Tile::kRows <= 32 ? 16 : Tile::kRows / 2;
 }
 
+/// What a lane of the warp that puts rows of x in order copies at a time.
+constexpr int kUnitVectors = 128, kUnitBytes = kUnitVectors * kVector;
+constexpr int kFewestSlots = 6, kMostSlots = 8;  // for units in shared memory
+
+/// Where rows of x are put in order while others are multiplied.
+struct Gather {
+  unsigned* claims;     // units that warps have taken; behind it, of each piece, those that are
+                        // there. Null: nobody puts rows in order
+  uint4* to;
+  int vectors, stride;  // of a row, and between rows of x
+  int parts;            // units of a row
+  int slots, slots_at;  // in shared memory, from the ring on
+};
+
 struct Launch {
   GroupedGemmParams grouped;
   CUtensorMap weight, scales, zeros, x;
   bool in_order;  // row s of y is made of row s of x
   bool ordered;   // experts are taken in an order of their own
+  Gather gather;  // where ordered
   int groups;     // scales a stage has of each weight row: 1 or Tile::kScaleSets; int4
   int columns;    // tiles of weight rows
   int steps;      // stages that K makes
@@ -129,7 +144,7 @@ template <class Tile>
 struct Planned {
   Item items[2];  // without rows: the last
   Column columns[2][Tile::kCols];
-  std::uint64_t full[2], free[2];
+  std::uint64_t full[2], free[2], gathered[kMostSlots];
 };
 struct NotPlanned {};
 

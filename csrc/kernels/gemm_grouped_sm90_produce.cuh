@@ -1,7 +1,7 @@
 #pragma once
 #include "device/ptx/async_copy.cuh"
 #include "device/ptx/tensor_copy.cuh"
-#include "kernels/gemm_grouped_sm90_work.cuh"
+#include "kernels/gemm_grouped_sm90_gather.cuh"
 
 /// The warps that bring what a tile is made of.
 namespace ridgeline::gemm_grouped {
@@ -79,6 +79,8 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
         places[i] = static_cast<std::uint32_t>(row * (p.x.stride_row / kElements)) + vector;
       }
     };
+    if (Tile::kInOrder && launch.gather.claims && thread == 0)
+      wait_for_rows<Tile>(launch, shared, item);
     bool found = Tile::kTurns == 1;
     if (found) find();
     for (int k = 0; k < launch.steps; ++k, ring.next()) {
@@ -111,7 +113,7 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
 
 // ---- Planner ------------------------------------------------------------------------------------
 
-constexpr int kPlanner = 2;  // warp of the producers that plans; the others request
+constexpr int kGatherer = 1, kPlanner = 2;  // warps of the producers; the others request
 
 /// One warp has the next items ready, their scales and biases. Of many rows by many columns the way
 /// to an item and to its factors stood between two tiles for 1300 clocks (H200). It waits for no

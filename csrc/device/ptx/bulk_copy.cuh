@@ -5,7 +5,7 @@
 
 #include "device/ptx/address.cuh"
 
-/// Copies of bytes that are read once, by the copy engine.
+/// Copies of bytes by the copy engine.
 /// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk
 namespace ridgeline::ptx {
 
@@ -27,14 +27,21 @@ __device__ __forceinline__ void copy_bulk(void* target, const void* source, int 
       : "memory");
 }
 
-/// The same of bytes that others read, too.
+/// The same of bytes that are read again.
 __device__ __forceinline__ void copy_bulk(void* target, const void* source, int bytes,
                                           std::uint64_t* barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
-      " [%0], [%1], %2, [%3];" ::"r"(shared_address(target)),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(shared_address(target)),
       "l"(source), "r"(bytes), "r"(shared_address(barrier))
       : "memory");
+}
+
+/// Copies consecutive bytes of shared memory, which the copy engine has brought there.
+__device__ __forceinline__ void store_bulk(void* target, const void* source, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+               "r"(shared_address(source)), "r"(bytes)
+               : "memory");
 }
 
 /// Asks L2 for consecutive bytes; nothing waits for them. Address and size are multiples of 16.

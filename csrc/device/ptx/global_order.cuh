@@ -45,6 +45,11 @@ __device__ __forceinline__ std::uint64_t load_from_l2(const unsigned long long* 
   asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(v) : "l"(from));
   return v;
 }
+__device__ __forceinline__ unsigned load_from_l2(const unsigned* from) {
+  unsigned v;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(from));
+  return v;
+}
 __device__ __forceinline__ int load_from_l2(const int* from) {
   int v;
   asm volatile("ld.global.cg.s32 %0, [%1];" : "=r"(v) : "l"(from));

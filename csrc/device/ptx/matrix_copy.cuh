@@ -46,6 +46,11 @@ __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
+/// Waits until what all groups of this thread store is written.
+__device__ __forceinline__ void wait_stores_written() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 /// Waits until the sources of all but the kPending newest groups of this thread have been read.
 template <int kPending>
 __device__ __forceinline__ void wait_stores_read() {

@@ -1,0 +1,157 @@
+#pragma once
+#include "device/ptx/bulk_copy.cuh"
+#include "device/ptx/copy_order.cuh"
+#include "device/ptx/global_order.cuh"
+#include "kernels/gemm_grouped_sm90_work.cuh"
+
+/// Gathered rows of x that a warp of each block puts in order while those before are multiplied.
+/// It claims units of a row, in the order of the tiles, and counts those that are there of each
+/// piece of kPieceRows rows, for which the thread waits that requests them. Only blocks that run
+/// have claims, and a claim waits for no other: so does no wait, whichever blocks run.
+namespace ridgeline::gemm_grouped {
+
+/// Up to kUnitVectors of a row, or past the expert's last row, where its last piece is not whole.
+struct Unit {
+  const uint4* from;
+  uint4* to;
+  int vectors;      // none past the last row
+  unsigned* ready;  // of its piece; null: no expert has the unit
+};
+
+/// Counts of the pieces from an expert's row `row` on. No two experts share one: an expert has at
+/// most one more than its rows fill in y.
+__device__ __forceinline__ unsigned* ready_units(const Launch& launch, int expert,
+                                                 std::int32_t offset, int row) {
+  return launch.gather.claims + 1 + offset / kPieceRows + expert + row / kPieceRows;
+}
+
+/// Finds units in rising order.
+template <class Tile>
+struct UnitWalk {
+  const Launch& launch;
+  Shared<Tile>& shared;
+  int place = 0, before = 0;  // an expert's in the order of the tiles; units of those ahead of it
+
+  __device__ __forceinline__ Unit find(int unit) {
+    const Gather& gather = launch.gather;
+    const Tables tables = tables_of(launch, shared);
+    for (; place < launch.grouped.experts; ++place) {
+      const int expert = order_of(launch, shared)[place];
+      const std::int32_t offset = tables.offsets[expert];
+      const int rows = tables.offsets[expert + 1] - offset;
+      const int units = round_up(rows, kPieceRows) * gather.parts, at = unit - before;
+      if (at >= units) {
+        before += units;
+        continue;
+      }
+      const int row = at / gather.parts, part = at - row * gather.parts;
+      Unit found{.vectors = 0, .ready = ready_units(launch, expert, offset, row)};
+      if (row < rows) {
+        const int first = part * kUnitVectors;
+        found.from = static_cast<const uint4*>(launch.grouped.gemm.x.data) +
+                     row_of_x(launch.grouped, offset + row) * gather.stride + first;
+        found.to = gather.to + (std::int64_t{offset} + row) * gather.vectors + first;
+        found.vectors = min(kUnitVectors, gather.vectors - first);
+      }
+      return found;
+    }
+    return {};
+  }
+};
+
+/// What is written comes ahead of the count, for the copy engine, too.
+__device__ __forceinline__ void count_unit(const Unit& unit) {
+  ptx::fence_device();
+  atomicAdd(unit.ready, 1u);
+}
+
+/// The first tiles' units, which the warps that multiply bring as fast as they can.
+template <class Tile>
+__device__ __forceinline__ void gather_first(const Launch& launch, Shared<Tile>& shared) {
+  constexpr int kTogether = 4, kTimes = 2, kOfLane = kUnitVectors / device::kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
+  unsigned claimed = lane == 0 ? atomicAdd(launch.gather.claims, kTogether * kTimes) : 0;
+  claimed = device::from_lane(claimed, 0);
+  UnitWalk<Tile> walk{launch, shared};
+#pragma unroll 1
+  for (int time = 0; time < kTimes; ++time) {
+    Unit units[kTogether];
+    uint4 vectors[kTogether][kOfLane];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      units[i] = walk.find(static_cast<int>(claimed) + time * kTogether + i);
+#pragma unroll
+      for (int j = 0; j < kOfLane; ++j)
+        if (const int v = lane + j * device::kWarpSize; v < units[i].vectors)
+          vectors[i][j] = units[i].from[v];
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+#pragma unroll
+      for (int j = 0; j < kOfLane; ++j)
+        if (const int v = lane + j * device::kWarpSize; v < units[i].vectors)
+          units[i].to[v] = vectors[i][j];
+    ptx::fence_copies();  // the copy engine reads what this lane has written
+    __syncwarp();         // every lane has
+    if (lane == 0)
+#pragma unroll
+      for (const Unit& unit : units)
+        if (unit.ready) count_unit(unit);
+  }
+}
+
+/// The others', by one warp, a lane a unit at a time: by the copy engine, for what goes through
+/// registers of so few warps takes longer than the products do.
+template <class Tile>
+__device__ __forceinline__ void gather(const Launch& launch, Shared<Tile>& shared) {
+  const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize, slots = launch.gather.slots;
+  std::uint8_t* slot = shared.ring + launch.gather.slots_at + lane * kUnitBytes;
+  UnitWalk<Tile> walk{launch, shared};
+  const auto claim = [&] {
+    return lane == 0 ? atomicAdd(launch.gather.claims, static_cast<unsigned>(slots)) : 0;
+  };
+  int parity = 0;
+  unsigned next = claim();
+#pragma unroll 1
+  for (;;) {
+    const auto first = static_cast<int>(device::from_lane(next, 0));
+    const Unit unit = walk.find(first + min(lane, slots - 1));
+    if (!device::any_lane(unit.ready != nullptr)) return;
+    next = claim();  // on its way while these are copied
+    if (lane < slots && unit.ready) {
+      if (unit.vectors > 0) {
+        const int bytes = unit.vectors * kVector;
+        ptx::mbarrier_expect(&shared.planned.gathered[lane], bytes);
+        ptx::copy_bulk(slot, unit.from, bytes, &shared.planned.gathered[lane]);
+        ptx::mbarrier_wait(&shared.planned.gathered[lane], parity);
+        parity ^= 1;
+        ptx::store_bulk(unit.to, slot, bytes);
+        ptx::commit_stores();
+        ptx::wait_stores_written();
+      }
+      count_unit(unit);
+    }
+    __syncwarp();  // lanes claim together
+  }
+}
+
+/// By the thread that requests the rows of an item.
+template <class Tile>
+__device__ __forceinline__ void wait_for_rows(const Launch& launch, Shared<Tile>& shared,
+                                              const Item& item) {
+  const std::int32_t offset = tables_of(launch, shared).offsets[item.expert];
+  const unsigned* ready = ready_units(launch, item.expert, offset, item.row0 - offset);
+  const unsigned whole = kPieceRows * launch.gather.parts;
+  const int last = ceil_div(item.rows, kPieceRows) - 1;
+  unsigned least;
+  do {
+    least = whole;
+#pragma unroll
+    for (int i = 0; i < ceil_div(Tile::kRows, kPieceRows); ++i)
+      least = min(least, ptx::load_from_l2(ready + min(i, last)));
+  } while (least < whole);
+  ptx::fence_device();  // what was counted is seen, ...
+  ptx::fence_copies();  // ... by the copy engine, too
+}
+
+}  // namespace ridgeline::gemm_grouped
