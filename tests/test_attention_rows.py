@@ -70,11 +70,12 @@ def test_smaller_clusters(cluster: int, heads: int) -> None:
 
 
 @pytest.mark.gpu
-def test_more_sequences_than_clusters_at_once() -> None:
+@pytest.mark.parametrize("dim", [64, 128])
+def test_more_sequences_than_clusters_at_once(dim: int) -> None:
     """A second kernel joins them, and no bit differs; nor do blocks of a cluster that share SMs."""
     lengths = [1 + 797 * b % 4600 for b in range(70)]
-    paged = Paged("cuda", lengths, BLOCK, math.nan, 128, kv_heads=1)
-    q = normal("cuda", len(lengths), 32, 128)
+    paged = Paged("cuda", lengths, BLOCK, math.nan, dim, kv_heads=1)
+    q = normal("cuda", len(lengths), 32, dim)
     out, lse = paged.run(q)
     for few in (slice(0, 20), slice(20, 21), slice(21, 38), slice(38, 70)):
         part = ops.paged_attention(

@@ -32,7 +32,7 @@ struct ShareBringer {
     std::uint64_t* full = nullptr;  // null: none
     int column, row, head, batch;
   };
-  static constexpr int kCopies =  // of a lane, at most, where blocks have 16 keys or more
+  static constexpr int kCopies =  // of a lane, at most: blocks have a multiple of 16 keys
       ceil_div(Tile::kParts + Tile::kSlots * Tile::kParts * kKeys / 16, device::kWarpSize);
   Copy copies[kCopies];
 
@@ -93,8 +93,7 @@ struct ShareBringer {
       watched = p.block_tables + batch * p.stride_table + index;
       seen = ptx::load_from_l2(watched);
     }
-    fills = item.keys.begin + last_tile() * kKeys < item.keys.end &&
-            Tile::kParts + launch.slots * launch.boxes <= kCopies * device::kWarpSize;
+    fills = item.keys.begin + last_tile() * kKeys < item.keys.end;
     if (fills) plan_fill();
     const typename Bringer<Tile>::Place place = place_of(0, lane());
     if (lane() < launch.boxes)

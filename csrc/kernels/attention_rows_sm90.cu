@@ -211,7 +211,8 @@ void launch_own(const AttentionParams& p, Stream stream) {
   using T = typename Tile::T;
   Launch launch = launch_of<Tile>(p, p.workspace);
   const int shared_keys = p.leaves_shared ? p.shared_keys / kKeys * kKeys : 0;
-  launch.max_splits = Tile::kUnsplit ? 1 : config::max_row_splits(p.head_dim, p.max_k - shared_keys);
+  launch.max_splits =
+      Tile::kUnsplit ? 1 : config::max_row_splits(p.head_dim, p.max_k - shared_keys);
   launch.follows_common = p.leaves_shared;
   launch.max_rows = config::max_split_rows(p.max_q, launch.group);
   const bool takes_all = Tile::kUnsplit || config::packs_all(p);

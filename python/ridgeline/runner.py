@@ -144,7 +144,8 @@ class Runner:
         arena = batch.arena() if key is None else batch.arena(key.tokens, key.seqs, key.rows)
         rows = batch.num_rows
         begin, _ = arena.offsets["row_seq_ids"]
-        row_seq_ids = torch.frombuffer(arena, dtype=torch.int32)[begin : begin + rows]
+        host = torch.frombuffer(arena, dtype=torch.int32)
+        row_seq_ids = host[begin : begin + rows]
         index, words = self._buffers.upload(
             arena, Sampler.words(rows), lambda out: self.sampling.fill(out, row_seq_ids)
         )
@@ -155,8 +156,8 @@ class Runner:
         self._apply_lists(step)
         if key is None:
             blocks = -(-batch.max_seq_len // self._cache.block_size)
-            host = _StepArrays(arena, torch.frombuffer(arena, dtype=torch.int32))
-            ends = batch.max_q > 1 and torch.equal(host.cu_q[1:] - 1, host.logits_rows)
+            given = _StepArrays(arena, host)
+            ends = batch.max_q > 1 and torch.equal(given.cu_q[1:] - 1, given.logits_rows)
             hidden = self._hidden(step, batch.max_q, blocks, shared, ends)
             logits = None
         else:

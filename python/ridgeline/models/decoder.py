@@ -251,13 +251,7 @@ class Decoder:
         none = cut and inputs.rows is not None and inputs.rows.shape[0] == 0
         ends = cut and inputs.rows_are_ends and not self.batch_invariant
         if layer.cos_sin is None or none or ends:
-            if layer.cos_sin is None:
-                ops.write_kv(k, v, *blocks, inputs.slots, *scales)
-            else:
-                rope = inputs.positions, layer.cos_sin
-                ops.rope_write_kv(
-                    q, k, v, *rope, *blocks, inputs.slots, *scales, interleaved=layer.interleaved
-                )
+            _write(layer, q, k, v, inputs, cache, index)
             if none:
                 return qkv.new_empty(0, heads * dim)
             if ends:
@@ -281,6 +275,29 @@ class Decoder:
         assert isinstance(out, Tensor)
         out = out.flatten(1)
         return inputs.take(out) if cut and not ends else out
+
+
+def _write(
+    layer: Layer,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    inputs: StepInputs,
+    cache: KVCache,
+    index: int,
+) -> None:
+    """Rotates ``q`` in place, and writes ``k``, rotated, and ``v``."""
+    blocks = cache.k[index], cache.v[index]
+    scales = cache.k_scale[index], cache.v_scale[index]
+    if layer.cos_sin is None:
+        ops.write_kv(k, v, *blocks, inputs.slots, *scales)
+        return
+    rope = inputs.positions, layer.cos_sin
+    ops.rope_write_kv(
+        *(q, k, v, *rope, *blocks, inputs.slots, *scales),
+        interleaved=layer.interleaved,
+        weights_ready=True,
+    )
 
 
 def _norm_for(
