@@ -128,6 +128,7 @@ def products(device: str) -> list[tuple[str, Callable[[Tensor], Tensor], int]]:
     fp8 = weight.to(torch.float8_e4m3fn)
     int8 = ops.quantize_int8(weight)[0]
     scale = (torch.rand(N, generator=generator) + 0.5).to(device)
+    norm = torch.randn(K, generator=generator).bfloat16().to(device)
     return [
         ("dense", lambda x: ops.linear(x, weight, bias, batch_invariant=True), K),
         (
@@ -149,11 +150,12 @@ def products(device: str) -> list[tuple[str, Callable[[Tensor], Tensor], int]]:
         ),
         ("fp8", lambda x: ops.fp8_linear(x, fp8, scale, bias, batch_invariant=True), K),
         ("int8", lambda x: ops.int8_linear(x, int8, scale, bias, batch_invariant=True), K),
+        ("norm", lambda x: ops.linear(x, weight, norm_weight=norm, batch_invariant=True), K),
     ]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("index", range(8))
+@pytest.mark.parametrize("index", range(9))
 def test_a_row_has_the_same_bits_in_every_batch(index: int, device: str) -> None:
     name, multiply, K = products(device)[index]
     x = torch.randn(300, K, generator=torch.Generator().manual_seed(6)).bfloat16().to(device)

@@ -15,8 +15,13 @@ from ridgeline import ops
 
 FP8 = torch.float8_e4m3fn
 
-# M, N, K: a tile a block; several, whose stages do not end with the ring's.
-SHAPES = [(700, 2080, 384), (2100, 8480, 320)]
+SHAPES = [  # M, N, K
+    (700, 2080, 384),  # a tile a block
+    (2100, 8480, 320),  # several, whose stages do not end with the ring's
+    (2000, 4160, 384),  # tiles of 256 rows of expanded weights, two a block
+    (1100, 4096, 128),  # one stage; int4 by tiles of 192 rows, two a block
+    (2100, 2304, 512),  # 128 columns of 8-bit rows, several tiles a block, a box each where gated
+]
 
 KINDS = ["int8", "fp8", "fp8, scales of blocks", "fp8 weight", "int4", "int4 by fp8"]
 
@@ -54,7 +59,7 @@ def product_of(kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> Product
     of_rows = scales(M)
     of_x = x.to(FP8).double() * of_rows.double()[:, None]
     if kind == "int4 by fp8":
-        packed = ops.pack_int4(weight.to(dtype), 128)
+        packed = ops.pack_int4(weight.to(dtype), 128 if K % 128 == 0 else -1)
         return ops.int4_linear, (x.to(FP8), packed), {"x_scale": of_rows}, of_x, packed.dequantize()
     if kind == "int8":
         codes_of_x, codes = (

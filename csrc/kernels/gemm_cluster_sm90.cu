@@ -29,8 +29,18 @@ constexpr int kBlockThreads = kThreads + (kTokens == kNormTokens ? (kNormWarps -
 
 /// Octets of rows of x whose sums TurnsEnd takes.
 template <int kTokens>
-constexpr int octets_of_turns(const ClusterParams& params) {
+__host__ __device__ constexpr int octets_of_turns(const ClusterParams& params) {
   return kTokens == 64 ? 8 : params.rows_held <= 16 ? 2 : 4;
+}
+
+/// What a block receives that finishes so many rows: sums, and squares of a norm.
+template <int kTokens>
+__host__ __device__ constexpr int received_bytes(const ClusterParams& params, int segments,
+                                                 int rows) {
+  if (params.by_turns) return bytes_of_turns(octets_of_turns<kTokens>(params));
+  const int squares = kTokens == kNormTokens ? kNormTokens : 0;
+  return (segments - 1) * (rows * params.row_groups * kGroupRows + squares) *
+         static_cast<int>(sizeof(float));
 }
 
 // ---- Kernel -------------------------------------------------------------------------------------
@@ -78,12 +88,7 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
     if (threadIdx.x == 0) {
       const int rows = max(0, min(params.rows_each, m - segment * params.rows_each));
       ptx::mbarrier_init(&fixed.received, 1);
-      const int squares = kFolds ? kNormTokens : 0;
-      ptx::mbarrier_expect(
-          &fixed.received,
-          params.by_turns ? bytes_of_turns(octets_of_turns<kTokens>(params))
-                          : (segments - 1) * (rows * params.row_groups * kGroupRows + squares) *
-                                static_cast<int>(sizeof(float)));
+      ptx::mbarrier_expect(&fixed.received, received_bytes<kTokens>(params, segments, rows));
     }
     ptx::fence_mbarrier_init();
   }
@@ -190,18 +195,17 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.by_turns = kTokens < kManyTokens && !kFolds && one_each &&
                     ends_by_turns(p, params.row_groups, segments, sizeof(T));
   params.plain = stores_vectors(p, sizeof(T));
-  const int received =
-      params.by_turns ? bytes_of_turns(octets_of_turns<kTokens>(params))
-                      : (segments - 1) * static_cast<int>(sizeof(float)) *
-                            (params.rows_each * params.row_groups * kGroupRows +
-                             (kFolds ? kNormTokens : 0));
+  const int received = received_bytes<kTokens>(params, segments, params.rows_each);
   const int norm_bytes = kFolds ? Layout::kNormBytes : 0;
   const int stages = std::min(kMaxStages, (params.shared_bytes - kFixedBytes - received) /
                                               (params.stage_bytes + norm_bytes));
   // By turns, a stage is always the same warpgroup's: it waits for each of its phases.
   params.stages = params.row_groups == 1 ? stages / 2 * 2 : stages;
   params.prefetched = shares ? params.stages / 2 : 0;
-  check(stages >= (params.row_groups == 1 ? 4 : 2), "linear: a ring of ", stages, " stages");
+  // A Normalizer's waits tell phases apart from six stages on where warpgroups take turns, else
+  // from three.
+  const int fewest = params.row_groups == 1 ? (kFolds ? 6 : 4) : (kFolds ? kNormWarps : 2);
+  check(stages >= fewest, "linear: a ring of ", stages, " stages");
   params.unit = Layout::kInt4 && !kFp8X ? device::kInt4Unit<T> : 1.0f;
   constexpr int kXBytes = kFp8X ? 1 : 2;
   params.x = device::matrix_map({.data = p.x.data,

@@ -313,7 +313,7 @@ bool runs_on_wgmma(const GroupedGemmParams& params) {
 }
 
 std::size_t sm90_workspace_bytes(const GroupedGemmParams& params) {
-  if (params.rows == nullptr || has_few_rows(params)) return 0;
+  if (params.rows == nullptr || has_few_rows(params) || is_for_digits(params)) return 0;
   const std::int64_t counts = gathers_inside(params) ? claims_count(params) * 4 : 0;
   return static_cast<std::size_t>(gathered_bytes(params) + counts);
 }

@@ -20,8 +20,9 @@ using namespace gemm_expand;
 
 /// 64 weight rows of each band by the rows of x by 16 columns of K.
 template <class Tile>
-__device__ __forceinline__ void multiply(Sums<Tile>& sums, const Fragments<Tile>& weights,
+__device__ __forceinline__ void multiply(Sums<Tile>& sums, Fragments<Tile>& weights,
                                          std::uint64_t x) {
+  ptx::hold_registers(weights.a);  // whole ahead of the fence, or the compiler serialises products
   ptx::wgmma_fence();
 #pragma unroll
   for (int band = 0; band < Tile::kBands; ++band)

@@ -52,7 +52,9 @@ __device__ __forceinline__ void store_plain(const Launch& launch, Shared<Tile>& 
 #pragma unroll
     for (int box = 0; box < Tile::kRows / kChunk; ++box) {
       auto& out = shared.wide[me.warpgroup][box % 2];
-      if (me.thread == 0) ptx::wait_stores_read<1>();
+      // A tile may have an odd number of boxes: its last store was perhaps from the first.
+      if (me.thread == 0)
+        band == 0 && box == 0 ? ptx::wait_stores_read<0>() : ptx::wait_stores_read<1>();
       me.meet();  // the box's last store has been read
 #pragma unroll
       for (int i = 0; i < kPieces; i += 2) {

@@ -286,7 +286,11 @@ __device__ __forceinline__ void store_any(const Launch& launch, Shared<Tile>& sh
   using All = Finished<Tile>;
   const GemmParams& p = launch.gemm;
   const std::int64_t first = std::int64_t{place.m} * Tile::kRows;
-  const All all(p.activation);
+  // Not known to the compiler to be one for all tiles: it kept what depends on it in registers.
+  const auto activation = Tile::kInt4 ? p.activation
+                                      : static_cast<Activation>(
+                                            ptx::opaque(static_cast<int>(p.activation)));
+  const All all(activation);
   if (me.thread == 0) ptx::wait_stores_read<0>();
   me.meet();  // the boxes of the tile before have been read
 #pragma unroll 1
@@ -300,9 +304,9 @@ __device__ __forceinline__ void store_any(const Launch& launch, Shared<Tile>& sh
       take<Tile>(ups[0], p, sums, factors, Tile::kBands - 1, all.trades ? all.count + i : i, first,
                  me);
       if (all.trades) trade<Tile>(values, ups, shared, me);
-      gate<T>(p.activation, values[0], ups[0]);
+      gate<T>(activation, values[0], ups[0]);
     } else {
-      gemm_detail::activate<T>(p.activation, values[0]);
+      gemm_detail::activate<T>(activation, values[0]);
     }
     if (p.residual && launch.copies_residual) {
       auto at = ring;

@@ -176,7 +176,8 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
     const int box = index / kHalves, half = index % kHalves;
     auto& out = shared.out[me.warpgroup * 4 + me.warp][box % 2];
     if (half == 0) {
-      ptx::wait_stores_read<1>();
+      // A tile may have one box, or an odd number: its last store was perhaps from the first.
+      box == 0 ? ptx::wait_stores_read<0>() : ptx::wait_stores_read<1>();
       __syncwarp();  // the box's last store has been read
     }
 #pragma unroll

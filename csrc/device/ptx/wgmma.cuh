@@ -52,6 +52,14 @@ __device__ __forceinline__ void hold_registers(std::uint32_t (&registers)[kCount
     for (int j = 0; j < 2; ++j) asm volatile("" : "+r"(registers[i][j])::"memory");
 }
 
+template <int kCount>
+__device__ __forceinline__ void hold_registers(std::uint32_t (&registers)[kCount][4]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) asm volatile("" : "+r"(registers[i][j])::"memory");
+}
+
 /// The accumulators d of N columns are d[i][0..1] of row lane / 4 and d[i][2..3] of row lane / 4 +
 /// 8 of the warp's 16 rows, columns 8 i + lane % 4 * 2 and the next: as of the warp-level m16n8.
 
