@@ -24,25 +24,15 @@ struct KeptOperands {
       : p(p), biases(p.bias ? order.paired : 0), columns(strips / order.paired * kStripRows),
         rows(reinterpret_cast<T*>(memory)) {}
 
-  /// By `threads` threads, from column `first` of the product on.
-  __device__ void bring(const StripOrder& order, int first, int thread, int threads) const {
-    constexpr int kTogether = 16;
-    const int all = (biases + (p.residual ? static_cast<int>(p.M) : 0)) * columns;
-#pragma unroll 1
-    for (int begin = thread; begin < all; begin += kTogether * threads) {
-      T values[kTogether];
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j) {
-        const int i = begin + j * threads, row = i / columns, n = first + i % columns;
-        const T* from = row < biases ? static_cast<const T*>(p.bias) + row * order.up_rows
-                                     : static_cast<const T*>(p.residual) +
-                                           (row - biases) * p.stride_residual;
-        if (i < all && n < p.out_cols()) values[j] = from[n];
-      }
-#pragma unroll
-      for (int j = 0; j < kTogether; ++j)
-        if (begin + j * threads < all) rows[begin + j * threads] = values[j];
-    }
+  /// What the thread needs that finishes outputs of row m in columns at, at + 16, … of the block,
+  /// whose first is column `first` of the product. Row 0's threads bring the bias, for all rows.
+  __device__ void bring(const StripOrder& order, int first, int m, int at) const {
+    if (m >= p.M) return;
+    if (p.residual)
+      copy(biases + m, static_cast<const T*>(p.residual) + m * p.stride_residual, first, at);
+    if (m > 0) return;
+    for (int i = 0; i < biases; ++i)
+      copy(i, static_cast<const T*>(p.bias) + i * order.up_rows, first, at);
   }
 
   __device__ float bias(bool up, int column) const {
@@ -50,6 +40,24 @@ struct KeptOperands {
   }
   __device__ float residual(int m, int column) const {
     return p.residual ? device::to_float(rows[(biases + m) * columns + column]) : -0.0f;
+  }
+
+ private:
+  __device__ void copy(int row, const T* from, int first, int at) const {
+    constexpr int kTogether = 8;
+#pragma unroll 1
+    for (int begin = at; begin < columns; begin += kTogether * kStripRows) {
+      T values[kTogether];
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j) {
+        const int column = begin + j * kStripRows, n = first + column;
+        if (column < columns && n < p.out_cols()) values[j] = from[n];
+      }
+#pragma unroll
+      for (int j = 0; j < kTogether; ++j)
+        if (const int column = begin + j * kStripRows; column < columns)
+          rows[row * columns + column] = values[j];
+    }
   }
 };
 
@@ -77,8 +85,10 @@ __device__ void finish_strips(const GemmParams& p, const StripOrder& order, Stri
     if (paired) up_scale = weight_scale_of(p, first + column + order.up_rows);
   };
   load_scales(at);
-  operands.bring(order, first, begin, step);
-  ptx::named_barrier_sync(2, step);  // they are kept
+#pragma unroll
+  for (int j = 0; j < kOutputs; ++j)
+    operands.bring(order, first, (begin + j * step) / kStripRows, at);
+  if (operands.biases > 0) ptx::named_barrier_sync(2, step);  // the bias is kept for all rows
   for (int strip = 0, column = at; strip < strips;
        strip += order.paired, column += kStripRows) {
     const int last = strip + order.paired - 1, n = first + column;
