@@ -57,7 +57,7 @@ __device__ void finish_strips(const HeldParams& params, Shared& shared, float* p
   const bool paired = params.order.paired == 2, alone = ptx::cluster_blocks() == 1;
   const gemm_strips::KeptOperands<T> kept(p, params.order, strips, reinterpret_cast<char*>(parts));
   if (alone) kept.bring(params.order, first, m, at);
-  if (kept.biases > 0) ptx::named_barrier_sync(1, kFinishers);  // the bias is kept for all rows
+  kept.meet(1, kFinishers);
   float gate = 0.0f, x_scale = p.x.scale && alone && m < p.M
                                    ? p.x.scale[p.x.scale_per_row ? m : 0] : 1.0f;
   for (int strip = 0; strip < strips; ++strip) {

@@ -35,6 +35,13 @@ struct KeptOperands {
       copy(i, static_cast<const T*>(p.bias) + i * order.up_rows, first, at);
   }
 
+  /// All `threads` threads that bring meet: behind it the bias is kept for all rows. Lanes of a warp
+  /// bring other rows, so they meet first: the barrier counts warps.
+  __device__ void meet(int barrier, int threads) const {
+    __syncwarp();
+    if (biases > 0) ptx::named_barrier_sync(barrier, threads);
+  }
+
   __device__ float bias(bool up, int column) const {
     return biases == 0 ? -0.0f : device::to_float(rows[(up ? columns : 0) + column]);
   }
@@ -88,7 +95,7 @@ __device__ void finish_strips(const GemmParams& p, const StripOrder& order, Stri
 #pragma unroll
   for (int j = 0; j < kOutputs; ++j)
     operands.bring(order, first, (begin + j * step) / kStripRows, at);
-  if (operands.biases > 0) ptx::named_barrier_sync(2, step);  // the bias is kept for all rows
+  operands.meet(2, step);
   for (int strip = 0, column = at; strip < strips;
        strip += order.paired, column += kStripRows) {
     const int last = strip + order.paired - 1, n = first + column;
