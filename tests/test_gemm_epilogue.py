@@ -4,6 +4,7 @@ left for the next of the same block, and residuals that the copy engine cannot r
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -60,7 +61,8 @@ def product_of(kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> Product
     of_x = x.to(FP8).double() * of_rows.double()[:, None]
     if kind == "int4 by fp8":
         packed = ops.pack_int4(weight.to(dtype), 128 if K % 128 == 0 else -1)
-        return ops.int4_linear, (x.to(FP8), packed), {"x_scale": of_rows}, of_x, packed.dequantize()
+        exact = replace(packed, scales=packed.scales.float()).dequantize()  # sums are scaled
+        return ops.int4_linear, (x.to(FP8), packed), {"x_scale": of_rows}, of_x, exact
     if kind == "int8":
         codes_of_x, codes = (
             (v * scale).round().clamp(-127, 127).to(torch.int8)
@@ -87,6 +89,13 @@ def product_of(kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> Product
     return ops.fp8_linear, (x.to(FP8), codes, of_columns), options, of_x, values
 
 
+def are_rounded(kind: str, N: int, activation: str | None) -> bool:
+    """Whether operands become ``dtype``: up rows that begin within a block of scales leave tiles of
+    fp8 rows, each of which has one."""
+    gated = activation in ("silu_mul", "gelu_mul")
+    return kind == "fp8, scales of blocks" and gated and N // 2 % 128 != 0
+
+
 def residual_of(layout: str, M: int, columns: int, dtype: torch.dtype) -> Tensor:
     wide = torch.randn(M, columns + 8, device="cuda").to(dtype)
     if layout == "whole":
@@ -104,9 +113,10 @@ def residual_of(layout: str, M: int, columns: int, dtype: torch.dtype) -> Tensor
 def test_epilogues_of_many_rows(kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> None:
     op, args, options, x, weight = product_of(kind, M, N, K, dtype)
     product = x.double() @ weight.double().T
+    of_rounded = x.to(dtype).double() @ weight.to(dtype).double().T
     for activation, has_bias, layout in EPILOGUES:
         fused: dict[str, Any] = {"activation": activation}
-        wanted = product
+        wanted = of_rounded if are_rounded(kind, N, activation) else product
         if has_bias:
             fused["bias"] = torch.randn(N, device="cuda").to(dtype)
             wanted = wanted + fused["bias"].double()

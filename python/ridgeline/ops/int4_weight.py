@@ -96,8 +96,8 @@ class Int4Weight:
     def dequantize(self) -> Tensor:
         """The weight that the op multiplies by, ``[N, K]`` in the dtype of the scales.
 
-        ``(q - zero) * scale`` in float32, rounded once. Every backend uses these values, but where
-        few rows are multiplied on Hopper: sums are scaled there, and the weights not rounded.
+        ``(q - zero) * scale`` in float32, rounded once. Every backend uses these values, but Hopper
+        where rows are few or of fp8: sums are scaled there, and the weights not rounded.
         """
         packed_order = _unpack(self.packed)[: self.N, : self.K].float()
         groups = torch.arange(self.K, device=packed_order.device) // self.group
