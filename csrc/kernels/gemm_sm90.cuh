@@ -251,14 +251,14 @@ __device__ __forceinline__ void finish_chunk(const GemmParams& p, SumsAt&& sums_
 /// An epilogue that is known ahead: code of its own, in which sums go from registers to y.
 template <Activation kActivation, bool kResidual = false>
 struct KnownWay {
-  static constexpr bool kKnown = true;
+  static constexpr bool kKnown = true, kPlain = kActivation == Activation::kNone && !kResidual;
   static constexpr Activation activation(const GemmParams&) { return kActivation; }
   static constexpr bool has_residual(const GemmParams&) { return kResidual; }
 };
 
 /// Any, by a loop.
 struct AnyWay {
-  static constexpr bool kKnown = false;
+  static constexpr bool kKnown = false, kPlain = false;
   __device__ __forceinline__ static Activation activation(const GemmParams& p) {
     return p.activation;
   }

@@ -155,10 +155,12 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (takes_part<Tile>(launch, work)) add_part<Tile>(shared, ring, sums, here);
       }
       if constexpr (Tile::kWhole) {
-        if constexpr (Way::kKnown) {
+        if constexpr (Way::kPlain) {
+          store_plain<Tile>(launch, shared, work.place, sums, factors, here);
+        } else if constexpr (Way::kKnown) {
           store_known<Tile, Way>(launch, shared, ring, work.place, sums, factors, here);
           if (Way::has_residual(launch.gemm)) release_residual<Tile>(launch, shared, ring, here);
-        } else if (is_scaled_alone<Tile>(launch.gemm)) {
+        } else if (!Tile::kPlainApart && is_scaled_alone<Tile>(launch.gemm)) {
           store_plain<Tile>(launch, shared, work.place, sums, factors, here);
         } else {
           store_any<Tile>(launch, shared, ring, work.place, sums, factors, here);
@@ -253,8 +255,13 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void
     }
     return launch_tiles<Large>(p, config, parts, stream);
   }
-  if (config.tile_cols == 256)
-    return launch_tiles<Tile<T, kFormat, kBlocks, 128, 2, false>>(p, config, parts, stream);
+  if (config.tile_cols == 256) {
+    using Wide = Tile<T, kFormat, kBlocks, 128, 2, false>;
+    if constexpr (Wide::kPlainApart)
+      if (is_scaled_alone<Wide>(p))
+        return launch_tiles<Wide, KnownWay<Activation::kNone>>(p, config, parts, stream);
+    return launch_tiles<Wide>(p, config, parts, stream);
+  }
   launch_tiles<Tile<T, kFormat, kBlocks, 128, 1, true>>(p, config, parts, stream);
 }
 

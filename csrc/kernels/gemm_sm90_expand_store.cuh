@@ -133,15 +133,16 @@ __device__ __forceinline__ void add_from_memory(Values& values, const GemmParams
     }
 }
 
-/// Gives back the stages of the residual.
+/// Gives back the stages of the residual. All threads wait: behind the return of some the compiler
+/// takes the ring for theirs, and moves it to uniform registers ahead of each product. H200, int4,
+/// 4096 rows of 4096 x 28672, us, such a wait and so: 128 x 128 tiles 1624 and 1479.
 template <class Tile>
 __device__ __forceinline__ void release_residual(const Launch& launch, Shared<Tile>& shared,
                                                  Ring<Tile::kStages> ring, const Consumer& me) {
   me.meet();  // the warpgroup has read its stages
-  if (me.thread != 0) return;
   for (int i = 0; i < residual_stages<Tile>(launch.gemm); ++i, ring.next()) {
     ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
-    ptx::mbarrier_arrive(&shared.free[ring.stage]);
+    if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[ring.stage]);
   }
 }
 
