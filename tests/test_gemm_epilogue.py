@@ -28,13 +28,17 @@ KINDS = ["int8", "fp8", "fp8, scales of blocks", "fp8 weight", "int4", "int4 by 
 
 # Activation, bias, residual.
 EPILOGUES = [
+    (None, False, None),
+    (None, True, None),
     (None, False, "whole"),
+    (None, True, "whole"),
     (None, True, "off 16 bytes"),
     (None, False, "one row for all"),
     ("gelu", True, None),
     ("gelu_tanh", False, "whole"),
     ("silu", False, None),
     ("relu", True, "off 16 bytes"),
+    ("silu_mul", False, None),
     ("silu_mul", True, None),
     ("silu_mul", False, "whole"),
     ("gelu_mul", True, "off 16 bytes"),

@@ -15,8 +15,8 @@ using namespace gemm_fp8;
 // ---- Consumer -----------------------------------------------------------------------------------
 
 /// kCount stages: each part's products of all of them, which are then added to its sums.
-/// While the first part's are made, the thread does what is to do meanwhile: without a branch, for
-/// which the compiler would wait for them.
+/// While they are made, the thread does what is to do meanwhile: without a branch, for which the
+/// compiler would wait for them.
 template <class Tile, int kCount, class Meanwhile>
 __device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
                                                 Sums<Tile>& sums, const BlockScales& scales,
@@ -45,7 +45,7 @@ __device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile:
                                             weight[j] + (part * kPartBytes + i * kStepBytes) / 16,
                                             j != 0 || i != 0);
     ptx::wgmma_commit();
-    if (part == 0) meanwhile();
+    meanwhile(part);
     ptx::wgmma_wait<0>();
     ptx::hold_registers(products);
     if (part == Tile::kParts - 1 && me.thread == 0)
@@ -101,20 +101,24 @@ __device__ __forceinline__ void multiply_exactly(Shared<Tile>& shared, Ring<Tile
 }
 
 template <class Tile>
+__device__ __forceinline__ void clear_part(Sums<Tile>& sums, int part) {
+#pragma unroll
+  for (auto& piece : sums[part])
+#pragma unroll
+    for (float& sum : piece) sum = 0.0f;
+}
+
+template <class Tile>
 __device__ __forceinline__ void clear(Sums<Tile>& sums) {
 #pragma unroll
-  for (auto& part : sums)
-#pragma unroll
-    for (auto& piece : part)
-#pragma unroll
-      for (float& sum : piece) sum = 0.0f;
+  for (int part = 0; part < Tile::kParts; ++part) clear_part<Tile>(sums, part);
 }
 
 template <class Tile>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
                                               Ring<Tile::kStages>& ring, Sums<Tile>& sums,
                                               const Work& work, const Consumer& me) {
-  const auto nothing = [] {};
+  const auto nothing = [](int) {};
   clear<Tile>(sums);
   BlockScales scales{launch};
   if constexpr (Tile::kBlocks) scales.start<Tile>(work, me);
@@ -127,23 +131,25 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
     for (; k < work.steps; ++k) multiply_stages<Tile, 1>(shared, ring, sums, scales, me, nothing);
 }
 
-/// Tiles whose way to y is known. Half of a tile's columns go there behind its products, the others
-/// beside the first products of the next tile. H200, 4096 rows of 4096 x 28672, us, all behind the
-/// products, and so: plain 748 and 707, GELU 782 and 744. The first half beside the tile's last
-/// products, whose stages are then given back later: 822 and 886.
+/// Tiles whose way to y is known. The halves of a tile's columns go there beside the next tile's
+/// first products, of a part each. Of gates, whose up sums are the other part, and where there is a
+/// residual, for which there are no registers beside all sums, the first half goes behind the
+/// tile's products. H200, 4096 rows of 4096 x 28672, us, all power drawn and cool, all behind the
+/// products, half, and so: plain 789, 756, 744 and 682, 676, 659; gated 776, 755 and 660, 649. The
+/// first half beside the tile's last products, whose stages are given back later: 822 for 707.
 template <class Tile, class Way>
 __device__ __forceinline__ void consume_overlapped(const Launch& launch, Shared<Tile>& shared,
                                                    const Consumer& me) {
-  constexpr int kMost = Tile::kCols / kAtOnce;
-  constexpr bool kResidual = Way::has_residual({});
+  constexpr bool kGated = is_gated(Way::activation({})), kResidual = Way::has_residual({});
+  constexpr int kMost = Tile::kCols / kAtOnce, kCount = kGated ? kMost / 2 : kMost;
   const int count = launch.tiles.along_m * launch.tiles.along_n;
-  const auto nothing = [] {};
+  const auto nothing = [](int) {};
   Ring<Tile::kStages> ring;
   Sums<Tile> sums;
   const auto multiply = [&](auto&& meanwhile) {
     multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, BlockScales{launch}, me, meanwhile);
   };
-  // The epilogue's addresses are not kept in registers while the tensor cores work.
+  // The epilogue's addresses are not kept in registers beside products.
   const auto here = [] { return Consumer(ptx::opaque(static_cast<int>(threadIdx.x))); };
   clear<Tile>(sums);
   multiply(nothing);
@@ -154,20 +160,34 @@ __device__ __forceinline__ void consume_overlapped(const Launch& launch, Shared<
     Pairs residual[kResidual ? kMost : 1];
     if constexpr (kResidual) take_residual<Tile>(residual, shared, ring, here());
     ptx::mbarrier_wait(&shared.columns_full, parity);
-    store_boxes<Tile, Way, 0, kMost / 2>(launch, shared, ring, place, sums, residual, here());
-    const auto store_second = [&] {
-      store_boxes<Tile, Way, kMost / 2, kMost>(launch, shared, ring, place, sums, residual, here());
-      clear<Tile>(sums);
+    const auto store = [&](auto half) {
+      store_boxes<Tile, Way, half * kCount / 2, (half + 1) * kCount / 2>(
+          launch, shared, ring, place, sums, residual, here());
     };
+    constexpr Int<0> kFirst;
+    constexpr Int<1> kSecond;
     i += static_cast<int>(gridDim.x);
-    if (i >= count) return store_second();
-    multiply(store_second);
+    if constexpr (kGated || kResidual) {
+      store(kFirst);
+      if (i >= count) return store(kSecond);
+      multiply([&](int part) {
+        if (part != 0) return;
+        store(kSecond);
+        clear<Tile>(sums);
+      });
+    } else {
+      if (i >= count) return store(kFirst), store(kSecond);
+      multiply([&](int part) {
+        part == 0 ? store(kFirst) : store(kSecond);
+        clear_part<Tile>(sums, part);
+      });
+    }
     ptx::mbarrier_arrive(&shared.columns_free);  // every lane, for what it read
   }
 }
 
 /// Tiles, or a segment of one, one behind the other.
-template <class Tile>
+template <class Tile, class Way>
 __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shared,
                                         const Consumer& me) {
   constexpr int kMost = Tile::kCols / kAtOnce;
@@ -188,21 +208,25 @@ __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shar
     if constexpr (Tile::kSplit) {
       store_split<Tile>(launch, shared, sums, here);
     } else {
+      Pairs residual[kMost];
+      if constexpr (Way::kKnown)
+        if (Way::has_residual(p)) take_residual<Tile>(residual, shared, ring, here);
       const auto store = [&](auto way) {
-        store_boxes<Tile, decltype(way), 0, kMost>(launch, shared, ring, work.place, sums, nullptr,
+        store_boxes<Tile, decltype(way), 0, kMost>(launch, shared, ring, work.place, sums, residual,
                                                    here);
       };
-      using Plain = KnownWay<Activation::kNone>;
-      using Gated = KnownWay<Activation::kSiluMul>;
       // Beside scales of blocks there are no registers for gates and their up sums.
-      if (is_plain(p)) {
-        store(Plain{});
-      } else if (!Tile::kBlocks && p.activation == Activation::kSiluMul && !p.residual) {
-        if constexpr (!Tile::kBlocks) store(Gated{});
+      constexpr bool kMayGate = !Tile::kHasKnown && !Tile::kBlocks;
+      if constexpr (Way::kKnown || Tile::kHasKnown) {
+        store(Way{});
+      } else if (is_plain(p)) {
+        store(KnownWay<Activation::kNone>{});
+      } else if (kMayGate && p.activation == Activation::kSiluMul && !p.residual) {
+        if constexpr (kMayGate) store(KnownWay<Activation::kSiluMul>{});
       } else {
-        store(AnyWay{});
+        store(Way{});
       }
-      if (launch.copies_residual) ring.skip(residual_stages<Tile>(p));
+      if (!Way::kKnown && launch.copies_residual) ring.skip(residual_stages<Tile>(p));
       ptx::mbarrier_arrive(&shared.columns_free);  // every lane, for what it read
     }
   });
@@ -251,10 +275,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_dependencies();
     const Consumer me(static_cast<int>(threadIdx.x));
-    if constexpr (Way::kKnown) {
+    if constexpr (Way::kKnown && !Tile::kBlocks) {
       consume_overlapped<Tile, Way>(launch, shared, me);
     } else {
-      consume<Tile>(launch, shared, me);
+      consume<Tile, Way>(launch, shared, me);
     }
     if (me.lane == 0) ptx::wait_stores_read<0>();  // shared memory lives until then
   }
@@ -303,16 +327,7 @@ template <class T, class E, bool kBlocks>
 void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   if (config.tile_cols == 256) {
     using Large = Tile<T, E, 256, kBlocks, false>;
-    if constexpr (!Large::kInt8 && !kBlocks) {
-      using enum Activation;
-      const bool copies = is_mappable(residual_of(p));
-      if (is_plain(p)) return launch_tiles<Large, KnownWay<kNone>>(p, 1, stream);
-      if (p.activation == kNone && copies)
-        return launch_tiles<Large, KnownWay<kNone, true>>(p, 1, stream);
-      if (p.activation == kGelu && !p.residual)
-        return launch_tiles<Large, KnownWay<kGelu>>(p, 1, stream);
-    }
-    return launch_tiles<Large>(p, 1, stream);
+    return with_way<Large>(p, [&](auto way) { launch_tiles<Large, decltype(way)>(p, 1, stream); });
   }
   if (config.segments == 1) return launch_tiles<Tile<T, E, 128, kBlocks, false>>(p, 1, stream);
   launch_tiles<Tile<T, E, 128, kBlocks, true>>(p, config.segments, stream);

@@ -248,10 +248,15 @@ __device__ __forceinline__ void finish_chunk(const GemmParams& p, SumsAt&& sums_
   }
 }
 
+/// What sums meet ahead of their activation: nothing, or a row's and a column's scale, or a bias,
+/// too. What they do not meet is an instruction less for each.
+enum class Terms : std::uint8_t { kNone, kScales, kScalesAndBias };
+
 /// An epilogue that is known ahead: code of its own, in which sums go from registers to y.
-template <Activation kActivation, bool kResidual = false>
+template <Activation kActivation, bool kResidual = false, Terms kTerms_ = Terms::kScalesAndBias>
 struct KnownWay {
   static constexpr bool kKnown = true, kPlain = kActivation == Activation::kNone && !kResidual;
+  static constexpr Terms kTerms = kTerms_;
   static constexpr Activation activation(const GemmParams&) { return kActivation; }
   static constexpr bool has_residual(const GemmParams&) { return kResidual; }
 };
@@ -259,6 +264,7 @@ struct KnownWay {
 /// Any, by a loop.
 struct AnyWay {
   static constexpr bool kKnown = false, kPlain = false;
+  static constexpr Terms kTerms = Terms::kScalesAndBias;
   __device__ __forceinline__ static Activation activation(const GemmParams& p) {
     return p.activation;
   }

@@ -32,6 +32,7 @@ struct Tile {
   static constexpr bool kBlocks = kBlocks_;
   static constexpr int kAddEvery = kBlocks ? 1 : 2;
   static constexpr bool kSplit = kSplit_;
+  static constexpr bool kHasKnown = !kInt8 && kCols == 256;  // kernels for a way to y each
 };
 
 struct Launch {

@@ -8,15 +8,43 @@ namespace ridgeline::gemm_fp8 {
 template <class Tile>
 using Sums = float[Tile::kParts][Tile::kPartCols / 8][4];
 
+/// Calls fn(way) with a tile's way to y: those that models take, of large tiles, are known, each a
+/// kernel. Fewer for float16, and for a bias beside scales of blocks.
+template <class Tile, class Fn>
+void with_way(const GemmParams& p, Fn&& fn) {
+  using enum Activation;
+  if constexpr (Tile::kHasKnown) {
+    constexpr bool kFull = std::is_same_v<typename Tile::T, __nv_bfloat16>;
+    constexpr Terms kFewer = Tile::kBlocks ? Terms::kNone : Terms::kScales;
+    const bool scaled = p.x.scale_per_group && p.weight.scale_layout == ScaleLayout::kBlock;
+    const bool fewer = kFull && !p.bias && scaled == Tile::kBlocks;
+    const bool gates = p.activation == kSiluMul && !p.residual;
+    const bool adds = p.activation == kNone && is_mappable(residual_of(p));
+    if constexpr (kFull) {
+      if (fewer && is_plain(p)) return fn(KnownWay<kNone, false, kFewer>{});
+      if (fewer && gates) return fn(KnownWay<kSiluMul, false, kFewer>{});
+      if (fewer && adds) return fn(KnownWay<kNone, true, kFewer>{});
+    }
+    if (is_plain(p)) return fn(KnownWay<kNone>{});
+    if constexpr (!Tile::kBlocks) {
+      if (gates) return fn(KnownWay<kSiluMul>{});
+      if (adds) return fn(KnownWay<kNone, true>{});
+    }
+    if constexpr (kFull || !Tile::kBlocks)
+      if (p.activation == kGelu && !p.residual) return fn(KnownWay<kGelu>{});
+  }
+  fn(AnyWay{});
+}
+
 /// Columns of y that are finished at once, half a box: more take registers that there are not.
 constexpr int kAtOnce = 32, kHalves = kOutColumns / kAtOnce;
 
 /// What a thread has of them: of its two rows, two columns of each eight.
 using Values = float[kAtOnce / 8][4];
 
-/// The `index`-th so many columns of the sums, scaled, plus bias. Which is not known ahead: the way
+/// The `index`-th so many columns of the sums, with their terms. Which is not known ahead: the way
 /// of some is code, not that of all.
-template <class Tile>
+template <class Tile, Terms kTerms>
 __device__ __forceinline__ void take(Values& values, const Shared<Tile>& shared,
                                      const Sums<Tile>& sums, int index,
                                      const float (&row_scale)[2], const Consumer& me) {
@@ -32,14 +60,15 @@ __device__ __forceinline__ void take(Values& values, const Shared<Tile>& shared,
         values[i][j] = sums[piece / kPerPart][piece % kPerPart][j];
       }
   }
+  if (kTerms == Terms::kNone) return;
   const Column* columns = shared.columns + index * kAtOnce + me.in_quad * 2;
 #pragma unroll
   for (int i = 0; i < kPieces; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const Column& of = columns[i * 8 + j % 2];
-      values[i][j] =
-          __fadd_rn(__fmul_rn(__fmul_rn(values[i][j], row_scale[j / 2]), of.scale), of.bias);
+      values[i][j] = __fmul_rn(__fmul_rn(values[i][j], row_scale[j / 2]), of.scale);
+      if (kTerms == Terms::kScalesAndBias) values[i][j] = __fadd_rn(values[i][j], of.bias);
     }
 }
 
@@ -157,11 +186,11 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
   for (int index = kFirst; index < kLast; ++index) {
     if (index == count) break;
     Values values;
-    take<Tile>(values, shared, sums, index, row_scale, me);
+    take<Tile, Way::kTerms>(values, shared, sums, index, row_scale, me);
     gemm_detail::activate<T>(activation, values);
     if (gated) {
       Values ups;
-      take<Tile>(ups, shared, sums, count + index, row_scale, me);
+      take<Tile, Way::kTerms>(ups, shared, sums, count + index, row_scale, me);
 #pragma unroll
       for (int i = 0; i < kAtOnce / 8; ++i)
 #pragma unroll
