@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_dependencies();
     const Consumer me(static_cast<int>(threadIdx.x));
-    if constexpr (Way::kKnown && !Tile::kBlocks) {
+    if constexpr (Way::kKnown && Tile::kOverlaps) {
       consume_overlapped<Tile, Way>(launch, shared, me);
     } else {
       consume<Tile, Way>(launch, shared, me);
@@ -314,7 +314,8 @@ void launch_tiles(const GemmParams& p, int segments, Stream stream) {
                       ceil_div(out_cols, is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols),
                   .together = tiles_together(p.K)};
   // Behind the last columns of K are zeros.
-  launch.steps = round_up(ceil_div(p.K, kRowBytes), Way::kKnown ? Tile::kAddEvery : 1);
+  launch.steps = ceil_div(p.K, kRowBytes);
+  if (Way::kKnown && Tile::kOverlaps) launch.steps = round_up(launch.steps, Tile::kAddEvery);
   const std::int64_t count = std::int64_t{launch.tiles.along_m} * launch.tiles.along_n;
   const std::int64_t blocks =
       Tile::kSplit ? count * segments : std::min<std::int64_t>(count, device::multiprocessors());
@@ -325,11 +326,11 @@ void launch_tiles(const GemmParams& p, int segments, Stream stream) {
 
 template <class T, class E, bool kBlocks>
 void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
-  if (config.tile_cols == 256) {
-    using Large = Tile<T, E, 256, kBlocks, false>;
-    return with_way<Large>(p, [&](auto way) { launch_tiles<Large, decltype(way)>(p, 1, stream); });
-  }
-  if (config.segments == 1) return launch_tiles<Tile<T, E, 128, kBlocks, false>>(p, 1, stream);
+  const auto launch = [&]<class Whole>(Whole) {
+    with_way<Whole>(p, [&](auto way) { launch_tiles<Whole, decltype(way)>(p, 1, stream); });
+  };
+  if (config.tile_cols == 256) return launch(Tile<T, E, 256, kBlocks, false>{});
+  if (config.segments == 1) return launch(Tile<T, E, 128, kBlocks, false>{});
   launch_tiles<Tile<T, E, 128, kBlocks, true>>(p, config.segments, stream);
 }
 

@@ -32,7 +32,8 @@ struct Tile {
   static constexpr bool kBlocks = kBlocks_;
   static constexpr int kAddEvery = kBlocks ? 1 : 2;
   static constexpr bool kSplit = kSplit_;
-  static constexpr bool kHasKnown = !kInt8 && kCols == 256;  // kernels for a way to y each
+  static constexpr bool kHasKnown = !kInt8 && kCols == 256;  // kernels for a way to y each, ...
+  static constexpr bool kOverlaps = kHasKnown && !kBlocks;  // ... beside the next tile's products
 };
 
 struct Launch {

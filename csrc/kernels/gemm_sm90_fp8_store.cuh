@@ -9,17 +9,19 @@ template <class Tile>
 using Sums = float[Tile::kParts][Tile::kPartCols / 8][4];
 
 /// Calls fn(way) with a tile's way to y: those that models take, of large tiles, are known, each a
-/// kernel. Fewer for float16, and for a bias beside scales of blocks.
+/// kernel. Fewer for float16, for a bias beside scales of blocks, and of small tiles, whose kernel
+/// for any has code for two.
 template <class Tile, class Fn>
 void with_way(const GemmParams& p, Fn&& fn) {
   using enum Activation;
+  constexpr bool kFull = std::is_same_v<typename Tile::T, __nv_bfloat16>;
+  const bool adds = p.activation == kNone && is_mappable(residual_of(p));
+  const bool only_gelu = p.activation == kGelu && !p.residual;
   if constexpr (Tile::kHasKnown) {
-    constexpr bool kFull = std::is_same_v<typename Tile::T, __nv_bfloat16>;
     constexpr Terms kFewer = Tile::kBlocks ? Terms::kNone : Terms::kScales;
     const bool scaled = p.x.scale_per_group && p.weight.scale_layout == ScaleLayout::kBlock;
     const bool fewer = kFull && !p.bias && scaled == Tile::kBlocks;
     const bool gates = p.activation == kSiluMul && !p.residual;
-    const bool adds = p.activation == kNone && is_mappable(residual_of(p));
     if constexpr (kFull) {
       if (fewer && is_plain(p)) return fn(KnownWay<kNone, false, kFewer>{});
       if (fewer && gates) return fn(KnownWay<kSiluMul, false, kFewer>{});
@@ -31,7 +33,10 @@ void with_way(const GemmParams& p, Fn&& fn) {
       if (adds) return fn(KnownWay<kNone, true>{});
     }
     if constexpr (kFull || !Tile::kBlocks)
-      if (p.activation == kGelu && !p.residual) return fn(KnownWay<kGelu>{});
+      if (only_gelu) return fn(KnownWay<kGelu>{});
+  } else if constexpr (kFull && !Tile::kInt8 && !Tile::kBlocks) {
+    if (adds) return fn(KnownWay<kNone, true>{});
+    if (only_gelu) return fn(KnownWay<kGelu>{});
   }
   fn(AnyWay{});
 }
