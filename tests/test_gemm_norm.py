@@ -51,6 +51,7 @@ def packed(format: str, N: int, K: int) -> tuple[str, tuple[Any, ...], Tensor]:
         (9, 1024, 4096, False),  # K cut over a cluster; rows that are missing
         (16, 4096, 14336, False),
         (16, 28672, 1168, True),  # a tail of K, which is not cut
+        (16, 13824, 5120, False),  # fp8: rings of five stages
         (13, 3600, 8208, False),  # tiles that are not whole, and K cut
         (2, 4096, 14336, False),  # two strips of 16 weight rows a block
         (1, 28672, 4096, False),  # many of them

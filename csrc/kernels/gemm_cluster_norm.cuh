@@ -107,6 +107,7 @@ struct Normalizer {
 #pragma unroll 1
     for (int i = turn; i < count; i += kNormWarps, place.advance(kNormWarps, params.stages)) {
       const auto step = producer.step_at(place, i);
+      __syncwarp();  // lane 0 has seen the stage's last phase end, or lanes would take that for this
       ptx::mbarrier_wait(&fixed.raw[place.stage], place.round % 2);
       weigh(step.stage, weights_of(place.stage), params.gemm.K - step.k0);
       if (i + kNormWarps >= count) leave_squares();
