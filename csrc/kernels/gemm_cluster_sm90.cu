@@ -208,12 +208,22 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   check(stages >= fewest, "linear: a ring of ", stages, " stages");
   params.unit = Layout::kInt4 && !kFp8X ? device::kInt4Unit<T> : 1.0f;
   constexpr int kXBytes = kFp8X ? 1 : 2;
-  params.x = device::matrix_map({.data = p.x.data,
-                                 .element_bytes = kXBytes,
-                                 .rows = p.M,
-                                 .cols = p.K,
-                                 .stride = p.x.stride_row},
-                                round_up(rows, 8), kRowBytes / kXBytes, true);
+  // A request takes its thread 0.1 us, which bounds int4's stages: x comes in one where K is whole
+  // boxes. H200, 16 rows of int4, 8192 x 8192: 14.3 us, and 13.9 so.
+  params.x_boxes = p.K % 64 == 0 ? Layout::kXBoxes : 1;
+  params.x = params.x_boxes == 1
+                 ? device::matrix_map({.data = p.x.data,
+                                       .element_bytes = kXBytes,
+                                       .rows = p.M,
+                                       .cols = p.K,
+                                       .stride = p.x.stride_row},
+                                      round_up(rows, 8), kRowBytes / kXBytes, true)
+                 : device::swizzled_map({.dtype = p.x.dtype,
+                                         .data = p.x.data,
+                                         .sizes = {64, p.M, p.K / 64, 1},
+                                         .strides = {p.x.stride_row, 64, 64}},
+                                        round_up(rows, 8), 64, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                        params.x_boxes);
   if constexpr (kFormat == WeightFormat::kInt4) {
     params.group = device::Divisor::of(p.weight.group);
     const int group = p.weight.group, words = ceil_div(p.K, Int4Layout::kCols) * Int4Layout::kWords;

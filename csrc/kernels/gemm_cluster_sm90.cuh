@@ -4,6 +4,7 @@
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/matrix_copy.cuh"
 #include "device/ptx/mbarrier.cuh"
+#include "device/ptx/tensor_copy.cuh"
 #include "kernels/gemm_config.h"
 
 /// Where things lie in the cluster kernel's shared memory, and the warp that requests them.
@@ -31,7 +32,8 @@ struct ClusterParams {
   std::int32_t row_groups;    // 2: the warpgroups share out a tile's rows; 1: they take turns in K
   std::int32_t tile_rows;     // of the weight: up to 64 a row group
   std::int32_t box_rows;      // of those, in one request: all, or half of them if paired
-  std::int32_t x_box;         // bytes of a request of x: its rows, eight by eight, of all terms
+  std::int32_t x_box;         // bytes of a box of x: its rows, eight by eight, of all terms
+  std::int32_t x_boxes;       // that a request brings: one, or all of a stage
   std::int32_t second_term;   // bytes from a term of x to the other; 0: x is one
   std::int32_t stage_bytes, shared_bytes;
   std::int32_t steps;         // stages that K makes
@@ -98,7 +100,8 @@ static_assert(sizeof(Fixed) <= kFixedBytes);
 
 /// Where a role is in the ring.
 struct RingPlace {
-  int stage = 0, round = 0;
+  int stage = 0;
+  unsigned round = 0;
 
   __device__ void advance(int by, int stages) {
     stage += by;
@@ -193,6 +196,8 @@ struct Producer {
   }
 
   __device__ void request_x(const Step& step) const {
+    if (Layout::kXBoxes > 1 && params.x_boxes > 1)
+      return ptx::copy_tensor_4d(step.stage, &params.x, step.full, 0, row0, step.k0 / 64, 0);
 #pragma unroll
     for (int box = 0; box < Layout::kXBoxes; ++box)
       ptx::copy_matrix(step.stage + box * params.x_box, &params.x, step.full, step.k0 + box * 64,
