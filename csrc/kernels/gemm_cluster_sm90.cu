@@ -53,7 +53,7 @@ __host__ __device__ constexpr int received_bytes(const ClusterParams& params, in
 /// shared memory, the others expanded into registers. At the end each block adds up, in order, some
 /// rows of x, of which its neighbours send it their sums. Sums in float32; of fp8 by fp8, of which
 /// the tensor cores keep 14 bits, every 128 columns anew.
-/// The kernel of 16 rows of x has three warps that bring x and meet it with its norm.
+/// The kernel of 16 rows of x has three warps that meet it with its norm, and one that requests.
 /// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
 template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
 __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
@@ -80,7 +80,6 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
   const int up_first = params.paired ? first + p.N / 2 : first;
   const auto [begin, count] = gemm_config::stages_of(params.steps, segments, segment);
 
-  if (kFolds && threadIdx.x < kNormWarps * kNormTokens) fixed.squares_of(0)[threadIdx.x] = 0.0f;
   if (threadIdx.x < kMaxStages) {
     if (kFolds) ptx::mbarrier_init(&fixed.raw[threadIdx.x], 2);
     ptx::mbarrier_init(&fixed.full[threadIdx.x], 2);
@@ -136,7 +135,8 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
       }
       return;
     }
-    ptx::named_barrier_sync(1, kConsumerThreads);  // every consumer has read its last stage
+    // Every consumer has read its last stage, and the squares are there.
+    ptx::named_barrier_sync(1, kConsumerThreads + (kFolds ? kNormWarps * 32 : 0));
     finish.keep(consumer.sums, turn, in_tile);
     ptx::named_barrier_sync(1, kConsumerThreads);  // the block's sums are whole
     if (segments > 1) {
@@ -202,9 +202,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // By turns, a stage is always the same warpgroup's: it waits for each of its phases.
   params.stages = params.row_groups == 1 ? stages / 2 * 2 : stages;
   params.prefetched = shares ? params.stages / 2 : 0;
-  // A Normalizer's waits tell phases apart from six stages on where warpgroups take turns, else
-  // from three.
-  const int fewest = params.row_groups == 1 ? (kFolds ? 6 : 4) : (kFolds ? kNormWarps : 2);
+  const int fewest = params.row_groups == 1 ? 4 : kFolds ? kNormWarps : 2;
   check(stages >= fewest, "linear: a ring of ", stages, " stages");
   params.unit = Layout::kInt4 && !kFp8X ? device::kInt4Unit<T> : 1.0f;
   constexpr int kXBytes = kFp8X ? 1 : 2;

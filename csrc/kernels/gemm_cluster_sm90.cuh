@@ -18,7 +18,7 @@ using gemm_config::kStripRows;
 constexpr int kConsumers = 8;          // warps that multiply, ...
 constexpr int kConsumerThreads = kConsumers * 32;
 constexpr int kThreads = kConsumerThreads + 2 * 32;  // ... and two that request
-constexpr int kNormWarps = 3;          // that request x and weigh it, where it meets its norm
+constexpr int kNormWarps = 3;          // that weigh x, where it meets its norm
 constexpr int kRowBytes = 128;         // of an operand's row in a stage, swizzled
 constexpr int kManyTokens = 128;       // rows of x, at most
 constexpr int kMaxGroups = 4;          // of 32 columns and more, in a stage
@@ -59,6 +59,7 @@ struct StageLayout {
   static constexpr int kCols = kWide ? 64 : 128;
   static constexpr int kXBoxes = kFp8X ? 1 : kCols / 64;
   static constexpr int kWeightBytes = kGroupRows * (kInt4 ? 64 : kRowBytes);  // of a warpgroup
+  static constexpr bool kFolds = kTokens == gemm_config::kNormRows;  // x meets its norm, if any
   static constexpr int kScaleBytes = kInt4 ? kMaxGroups * kGroupRows * 2 : 0;
   static constexpr int kZeroBytes = kScaleBytes / 2;
   static constexpr int kNormBytes = kCols * 2;  // of the norm's weight, where x meets it
@@ -126,12 +127,15 @@ struct Producer {
 
   struct Step {
     char* stage;
-    std::uint64_t* full;
+    std::uint64_t *full, *x_full;  // to the products, and of x: one, where x meets no norm
+    char* norm;  // the norm's weight, behind the ring
     int k0;
   };
 
   __device__ Step step_at(const RingPlace& place, int i) const {
     return {ring + place.stage * params.stage_bytes, &fixed.full[place.stage],
+            (Layout::kFolds ? fixed.raw : fixed.full) + place.stage,
+            ring + params.stages * params.stage_bytes + place.stage * Layout::kNormBytes,
             (begin + i) * Layout::kCols};
   }
 
@@ -177,19 +181,19 @@ struct Producer {
   __device__ void request_scales(const Step& step) const {
     const GemmParams& p = params.gemm;
     if constexpr (!Layout::kInt4) {
-      ptx::mbarrier_expect(step.full, Layout::kXBoxes * params.x_box);
+      ptx::mbarrier_expect(step.x_full, Layout::kXBoxes * params.x_box);
     } else {
-      ptx::mbarrier_expect(step.full,
+      ptx::mbarrier_expect(step.x_full,
                            Layout::kXBoxes * params.x_box +
                                params.tile_rows * params.stage_groups * (p.weight.zeros ? 3 : 2));
       const int group = params.group.divide(step.k0);
 #pragma unroll 1
       for (int box = 0; box < (params.paired ? 2 : 1); ++box) {
         const int row = box == 0 ? first : up_first;
-        ptx::copy_matrix(step.stage + Layout::scales_at(box, params), &params.scales, step.full,
+        ptx::copy_matrix(step.stage + Layout::scales_at(box, params), &params.scales, step.x_full,
                          row, group, policy);
         if (p.weight.zeros)
-          ptx::copy_matrix(step.stage + Layout::zeros_at(box, params), &params.zeros, step.full,
+          ptx::copy_matrix(step.stage + Layout::zeros_at(box, params), &params.zeros, step.x_full,
                            row, group, policy);
       }
     }
@@ -197,11 +201,21 @@ struct Producer {
 
   __device__ void request_x(const Step& step) const {
     if (Layout::kXBoxes > 1 && params.x_boxes > 1)
-      return ptx::copy_tensor_4d(step.stage, &params.x, step.full, 0, row0, step.k0 / 64, 0);
+      return ptx::copy_tensor_4d(step.stage, &params.x, step.x_full, 0, row0, step.k0 / 64, 0);
 #pragma unroll
     for (int box = 0; box < Layout::kXBoxes; ++box)
-      ptx::copy_matrix(step.stage + box * params.x_box, &params.x, step.full, step.k0 + box * 64,
-                       row0);
+      ptx::copy_matrix(step.stage + box * params.x_box, &params.x, step.x_full,
+                       step.k0 + box * 64, row0);
+  }
+
+  /// The norm's weight, which x meets first.
+  __device__ void request_norm(const Step& step) const {
+    constexpr int kBytes = Layout::kNormBytes / Layout::kCols;
+    const int bytes = min(Layout::kCols, params.gemm.K - step.k0) * kBytes;
+    ptx::mbarrier_expect(step.x_full, bytes);
+    ptx::copy_bulk(step.norm,
+                   static_cast<const char*>(params.gemm.x.norm_weight) + step.k0 * kBytes, bytes,
+                   step.x_full);
   }
 
   /// Where the weight may still be written L2 is asked for it first, by blocks that share an SM for
@@ -215,7 +229,16 @@ struct Producer {
                     [&](const Step& step) { prefetch_weight(step); });
       ptx::wait_for_dependencies();
     }
-    for_each_step(0, count, [&](const Step& step) { request_weight(step); });
+    const int first_round = Layout::kFolds ? min(params.stages, count) : count;
+    for_each_step(0, first_round, [&](const Step& step) { request_weight(step); });
+    if constexpr (Layout::kFolds) {  // of later rounds x, too: others weigh it, and do not wait
+      ptx::wait_for_dependencies();
+      for_each_step(first_round, count, [&](const Step& step) {
+        request_scales(step);
+        request_x(step);
+        request_weight(step);
+      });
+    }
     // Now: blocks of the next kernel that come at the start take the SMs that this one leaves free
     // in pairs, and end last. H200, fp8 by fp8, 16 rows, 4096 x 4096: 7.3 us so, 6.1 here.
     ptx::launch_dependents();
