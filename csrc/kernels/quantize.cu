@@ -1,6 +1,7 @@
 #include "kernels/quantize_tile.cuh"
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/math.h"
 #include "common/quant_scale.h"
@@ -27,6 +28,8 @@ constexpr int kFewTiles = 132;
 
 /// Grid: one block a row. Block: a whole number of warps; a thread owns the pieces of the row that
 /// Row deals it. Shared memory: one float a warp. Bytes: the row in, its codes out: bandwidth.
+/// H200, bf16 4096 x 14336, cold and behind the product that wrote them, us: 47.6 and 51.2; rows
+/// held as full ones 45.2 and 52.0, and fetched ahead 44.7 and 47.2; 4096 x 4096 13.9, 14.0, 14.2.
 template <class T, class Row>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
     quantize_rows_kernel(const __grid_constant__ QuantizeParams params) {
@@ -39,6 +42,7 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   device::wait_then_start_dependents();
   Row row(x, params.cols);
   row.load(x);
+  device::prefetch_ahead<Row, T>(params.x, params.stride_x_row, index, params.rows, params.cols);
   float amax = 0.0f;
   row.visit([&](int, int, const auto& piece) {
     amax = device::MaxOrNaN::combine(amax, magnitude(piece));
@@ -48,14 +52,14 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   if (threadIdx.x == 0) params.scale[index] = scale;
 
   auto* q = static_cast<std::uint8_t*>(params.q) + index * params.cols;
-  const bool is_int8 = params.codes == DType::kInt8;
-  row.visit([&](int, int column, const auto& piece) {
-    if (is_int8) {
-      store_codes<false>(q + column, piece, 1.0f / scale);
-    } else {
-      store_codes<true>(q + column, piece, 1.0f / scale);
-    }
-  });
+  const float inverse = 1.0f / scale;
+  const auto store_as = [&](auto is_e4m3) {
+    row.visit([&](int, int column, const auto& piece) {
+      store_codes<is_e4m3()>(q + column, piece, inverse);
+    });
+  };
+  if (params.codes == DType::kFloat8E4M3) return store_as(std::true_type{});
+  store_as(std::false_type{});
 }
 
 /// Grid: the groups of all rows, one dimension. Block: 128 threads; 16 neighbours (fp32: 32) own a
@@ -118,7 +122,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 void quantize_rows(const QuantizeParams& params, const device::RowLayout& layout, Stream stream) {
   const std::int32_t rows = checked_int32(params.rows, "x: rows");
-  device::dispatch_row<T, false, true>(layout, [&](auto row_type, int threads) {
+  device::dispatch_row<T, false, true, true>(layout, [&](auto row_type, int threads) {
     using Row = typename decltype(row_type)::type;
     device::launch_chained<quantize_rows_kernel<T, Row>>(dim3(rows), dim3(threads), 0, stream,
                                                          params, "quantize_fp8");
@@ -172,7 +176,8 @@ void quantize(const QuantizeParams& params, Stream stream) {
       .rows = params.rows,
       .cols = params.cols,
       .vectors = device::all_aligned(16, {params.x, params.q}, {x_bytes, params.cols * element}),
-      .lines = device::all_aligned(128, {params.x}, {x_bytes})};
+      .lines = device::all_aligned(128, {params.x}, {x_bytes}),
+      .full = true};
   device::dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     switch (params.granularity) {
