@@ -4,127 +4,11 @@
 #include <array>
 #include <string>
 
-#include "bindings/backend.h"
+#include "bindings/gemm_params.h"
 #include "bindings/norm.h"
 #include "bindings/quantize.h"
-#include "common/math.h"
-#include "kernels/gemm.h"
 
 namespace ridgeline::bindings {
-
-inline Activation activation_of(const std::string& name) {
-  if (name == "none") return Activation::kNone;
-  if (name == "gelu") return Activation::kGelu;
-  if (name == "gelu_tanh") return Activation::kGeluTanh;
-  if (name == "silu") return Activation::kSilu;
-  if (name == "relu") return Activation::kRelu;
-  if (name == "silu_mul") return Activation::kSiluMul;
-  if (name == "gelu_mul") return Activation::kGeluMul;
-  check(false, "activation: expected None, 'gelu', 'gelu_tanh', 'silu', 'relu', 'silu_mul' or ",
-        "'gelu_mul', got '", name, "'");
-  return Activation::kNone;
-}
-
-/// What follows the product and what precedes it, the same for every weight format.
-struct GemmOptions {
-  const OptionalTensor& bias;
-  const std::string& activation;
-  const OptionalTensor& residual;
-  const OptionalTensor& norm_weight;
-  double norm_eps;
-  bool batch_invariant;
-  bool weights_ready;
-};
-
-/// The rows of x and the scale of x in `codes`, of 8 bits; `dtype` is the output's.
-inline GemmInput gemm_input(const Tensor& x, const OptionalTensor& x_scale, std::int64_t K,
-                            DType dtype, const GemmOptions& options,
-                            DType codes = DType::kFloat8E4M3) {
-  const Rows rows = rows_of(x, "x");
-  check(rows.cols == K, "x: expected a last dimension of ", K, " as weight has, got shape ",
-        to_text(x.sizes()));
-  GemmInput input{.dtype = dtype_of(x, "x"), .data = x.data_ptr(), .stride_row = rows.stride};
-  const bool is_codes = input.dtype == codes, by_groups = codes == DType::kFloat8E4M3;
-  check(is_codes || input.dtype == dtype, "x: expected dtype ", name_of(dtype), ", got ",
-        name_of(input.dtype));
-  check(is_codes == x_scale.has_value(), "x_scale: expected ", is_codes ? "a tensor" : "None",
-        " for x of ", name_of(input.dtype), ", got ", x_scale ? "a tensor" : "None");
-  if (x_scale) {
-    Expect(*x_scale, "x_scale").dtype(DType::kFloat32).on_device_of(x, "x").contiguous();
-    const std::int64_t groups = ceil_div<std::int64_t>(K, kScaleBlock), count = x_scale->numel();
-    const bool per_row = count == rows.count, one = count == 1;
-    const bool per_group = by_groups && !one && !per_row && count == rows.count * groups &&
-                           x_scale->size(x_scale->dim() - 1) == groups;
-    const std::string of_groups =
-        by_groups ? " or [..., " + std::to_string(groups) + "] (one a group of 128 columns)" : "";
-    check(one || per_row || per_group, "x_scale: expected one value, ", rows.count,
-          " (one a row of x)", of_groups, ", got shape ", to_text(x_scale->sizes()));
-    input.scale = static_cast<const float*>(x_scale->data_ptr());
-    input.scale_per_row = per_row && !one;
-    input.scale_per_group = per_group;
-  }
-  if (options.norm_weight) {
-    const Tensor& norm = *options.norm_weight;
-    check(!is_codes, "norm_weight: expected None for x of ", name_of(codes), ", got a tensor");
-    Expect(norm, "norm_weight").dtype({dtype, DType::kFloat32}).on_device_of(x, "x").shape({K});
-    Expect(norm, "norm_weight").contiguous();
-    input.norm_weight = norm.data_ptr();
-    input.norm_dtype = dtype_of(norm, "norm_weight");
-    input.norm_eps = static_cast<float>(options.norm_eps);
-  }
-  return input;
-}
-
-/// Params without the weight's data, workspace and perm; allocates y.
-inline GemmParams gemm_params(const Tensor& x, const GemmInput& input, DType dtype, std::int64_t N,
-                              std::int64_t K, const GemmOptions& options, Tensor& y) {
-  GemmParams params{.dtype = dtype,
-                    .M = rows_of(x, "x").count,
-                    .N = checked_int32(N, "weight: rows"),
-                    .K = checked_int32(K, "weight: columns"),
-                    .x = input,
-                    .activation = activation_of(options.activation),
-                    .batch_invariant = options.batch_invariant,
-                    .weights_ready = options.weights_ready};
-  check(!is_gated(params.activation) || N % 2 == 0, "weight: expected an even number of rows for ",
-        "activation '", options.activation, "', got ", N);
-  std::vector<std::int64_t> sizes = sizes_of(x);
-  sizes.back() = params.out_cols();
-  y = empty_on_device_of(x, sizes, dtype);
-  params.y = y.data_ptr();
-  if (options.bias) {
-    Expect(*options.bias, "bias").dtype(dtype).on_device_of(x, "x").shape({N}).contiguous();
-    params.bias = options.bias->data_ptr();
-  }
-  if (options.residual) {
-    const Tensor& residual = *options.residual;
-    Expect(residual, "residual").dtype(dtype).on_device_of(x, "x");
-    Expect(residual, "residual").same_shape(y, "the output");
-    params.residual = residual.data_ptr();
-    params.stride_residual = rows_of(residual, "residual").stride;
-  }
-  return params;
-}
-
-/// Allocates the workspace and runs. `on` keeps the device of x current.
-template <class Backend>
-void run_gemm(const Backend& on, const Tensor& x, GemmParams& params) {
-  if (params.M == 0 || params.N == 0) return;
-  std::size_t bytes = 0;
-  if constexpr (Backend::kIsCuda) {
-    bytes = ridgeline::gemm_workspace_bytes(params);
-  } else {
-    bytes = cpu::gemm_workspace_bytes(params);
-  }
-  const Tensor workspace =
-      empty_on_device_of(x, {static_cast<std::int64_t>(bytes)}, DType::kUInt8);
-  params.workspace = workspace.data_ptr();
-  if constexpr (Backend::kIsCuda) {
-    ridgeline::gemm(params, on.stream());
-  } else {
-    cpu::gemm(params);
-  }
-}
 
 /// x weight^T + bias by the BLAS that comes with PyTorch, the CPU's counterpart of cuBLASLt.
 inline Tensor torch_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& bias) {
@@ -258,15 +142,10 @@ inline DType named_dtype(const std::string& name) {
 }
 
 template <class Backend>
-Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
-                  const OptionalTensor& bias, const OptionalTensor& x_scale,
-                  const std::string& out_dtype, const std::string& activation,
-                  const OptionalTensor& residual, const OptionalTensor& norm_weight,
-                  double norm_eps, bool quantize_x, bool batch_invariant, bool weights_ready) {
+Tensor fp8_product(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                   const OptionalTensor& x_scale, DType dtype, bool quantize_x,
+                   const GemmOptions& options) {
   const Backend on(x, "x");
-  const GemmOptions options{bias,     activation,      residual,     norm_weight,
-                            norm_eps, batch_invariant, weights_ready};
-  const DType dtype = named_dtype(out_dtype);
   const bool is_fp8 = dtype_of(x, "x") == DType::kFloat8E4M3;
   expect_quantized_dtype<Backend>(dtype, is_fp8 ? "out_dtype" : "x");
   Expect(weight, "weight").dim(2).dtype(DType::kFloat8E4M3).on_device_of(x, "x");
@@ -287,14 +166,43 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_sc
       params.x.to_codes = params.M > 0 && N > 0 && gemm_makes_codes(params);
     if (!params.x.to_codes) {
       const auto [codes, scale] =
-          norm_weight ? rmsnorm_quant<Backend>(x, *norm_weight, norm_eps, 0.0, "fp8", weights_ready)
-                      : quantize_fp8<Backend>(x, "row");
-      return fp8_linear<Backend>(codes, weight, weight_scale, bias, scale, out_dtype, activation,
-                                 residual, {}, 0.0, false, batch_invariant, weights_ready);
+          options.norm_weight ? rmsnorm_quant<Backend>(x, *options.norm_weight, options.norm_eps,
+                                                       0.0, "fp8", options.weights_ready)
+                              : quantize_fp8<Backend>(x, "row");
+      const OptionalTensor no_norm;
+      const GemmOptions rest{options.bias,  options.activation,      options.residual,
+                             no_norm,       0.0,                     options.batch_invariant,
+                             options.weights_ready, options.total};
+      return fp8_product<Backend>(codes, weight, weight_scale, scale, dtype, false, rest);
     }
   }
-  run_gemm(on, x, params);
+  options.total ? run_added_gemm(on, x, params) : run_gemm(on, x, params);
   return y;
+}
+
+template <class Backend>
+Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                  const OptionalTensor& bias, const OptionalTensor& x_scale,
+                  const std::string& out_dtype, const std::string& activation,
+                  const OptionalTensor& residual, const OptionalTensor& norm_weight,
+                  double norm_eps, bool quantize_x, bool batch_invariant, bool weights_ready) {
+  const GemmOptions options{bias,     activation,      residual,     norm_weight,
+                            norm_eps, batch_invariant, weights_ready};
+  return fp8_product<Backend>(x, weight, weight_scale, x_scale, named_dtype(out_dtype), quantize_x,
+                              options);
+}
+
+template <class Backend>
+void fp8_linear_add(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                    const Tensor& residual, const OptionalTensor& bias,
+                    const OptionalTensor& x_scale, bool quantize_x, bool batch_invariant,
+                    bool weights_ready) {
+  const OptionalTensor none;
+  const std::string no_activation = "none";
+  const GemmOptions options{bias, no_activation,   none,          none,
+                            0.0,  batch_invariant, weights_ready, &residual};
+  fp8_product<Backend>(x, weight, weight_scale, x_scale, dtype_of(residual, "residual"), quantize_x,
+                       options);
 }
 
 template <class Backend>
@@ -335,6 +243,7 @@ void register_gemm(torch::stable::detail::StableLibrary& m) {
   m.impl("linear", TORCH_BOX(&linear<Backend>));
   m.impl("int4_linear", TORCH_BOX(&int4_linear<Backend>));
   m.impl("fp8_linear", TORCH_BOX(&fp8_linear<Backend>));
+  m.impl("fp8_linear_add", TORCH_BOX(&fp8_linear_add<Backend>));
   m.impl("int8_linear", TORCH_BOX(&int8_linear<Backend>));
 }
 

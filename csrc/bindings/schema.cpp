@@ -73,6 +73,10 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "str out_dtype, str activation, Tensor? residual, Tensor? norm_weight, float norm_eps, "
       "bool quantize_x, bool batch_invariant, bool weights_ready) -> Tensor");
   m.def(
+      "fp8_linear_add(Tensor x, Tensor weight, Tensor weight_scale, Tensor(a!) residual, "
+      "Tensor? bias, Tensor? x_scale, bool quantize_x, bool batch_invariant, bool weights_ready) "
+      "-> ()");
+  m.def(
       "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor x_scale, Tensor? bias, "
       "str out_dtype, str activation, Tensor? residual, bool batch_invariant, bool weights_ready) "
       "-> Tensor");

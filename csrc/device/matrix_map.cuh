@@ -9,6 +9,7 @@ struct MatrixView {
   int element_bytes;
   std::int64_t rows, cols;
   std::int64_t stride;  // elements
+  DType numbers = DType::kUInt8;  // float16 or bfloat16, if the copy engine is to add to them
 };
 
 /// What the copy engine asks of a matrix: 16-byte alignment of the address and of the stride.
@@ -33,16 +34,20 @@ inline CUtensorMap matrix_map(
   const std::array<cuuint32_t, 2> box{static_cast<cuuint32_t>(box_cols),
                                       static_cast<cuuint32_t>(box_rows)};
   const std::array<cuuint32_t, 2> steps{1, 1};
-  const CUtensorMapDataType types[] = {CU_TENSOR_MAP_DATA_TYPE_UINT8,
-                                       CU_TENSOR_MAP_DATA_TYPE_UINT16,
-                                       CU_TENSOR_MAP_DATA_TYPE_UINT32};
+  const CUtensorMapDataType bits[] = {CU_TENSOR_MAP_DATA_TYPE_UINT8,
+                                      CU_TENSOR_MAP_DATA_TYPE_UINT16,
+                                      CU_TENSOR_MAP_DATA_TYPE_UINT32};
+  const CUtensorMapDataType type =
+      view.numbers == DType::kFloat16    ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+      : view.numbers == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                         : bits[view.element_bytes / 2];
   const CUtensorMapSwizzle swizzle = !swizzled ? CU_TENSOR_MAP_SWIZZLE_NONE
                                      : box_cols * view.element_bytes == 128
                                          ? CU_TENSOR_MAP_SWIZZLE_128B
                                          : CU_TENSOR_MAP_SWIZZLE_64B;
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(
-      &map, types[view.element_bytes / 2], 2, const_cast<void*>(view.data), sizes.data(),
+      &map, type, 2, const_cast<void*>(view.data), sizes.data(),
       strides.data(), box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refused a matrix, code ",

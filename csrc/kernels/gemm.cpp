@@ -220,6 +220,17 @@ bool gemm_makes_codes(const GemmParams& params) {
          plan.config.path == Path::kStrips && !plan.prepares;
 }
 
+bool gemm_adds(const GemmParams& p) {
+  if (p.M == 0 || p.N == 0 || p.activation != Activation::kNone || p.residual) return false;
+  const Plan plan = plan_of(p);
+  return p.weight.format == WeightFormat::kFp8 && plan.config.path == Path::kFp8 &&
+         plan.config.segments == 1 && !plan.prepares;
+}
+
+void gemm_finish(const GemmParams& params, const void* product, Stream stream) {
+  if (params.M > 0 && params.N > 0) gemm_detail::launch_finish(params, product, 0, stream);
+}
+
 void gemm(const GemmParams& params, Stream stream) {
   if (params.M == 0 || params.N == 0) return;
   const Plan plan = plan_of(params);

@@ -96,6 +96,7 @@ struct GemmParams {
   void* workspace = nullptr;                  // gemm_workspace_bytes(), aligned to 256
   bool batch_invariant = false;               // a row's bits do not depend on M
   bool weights_ready = false;                 // no kernel of the stream still writes the weight
+  bool adds_to_y = false;                     // y += the rounded product; where gemm_adds()
 
   constexpr std::int32_t out_cols() const { return is_gated(activation) ? N / 2 : N; }
 };
@@ -107,8 +108,14 @@ std::size_t gemm_workspace_bytes(const GemmParams& params);
 /// the codes.
 bool gemm_makes_codes(const GemmParams& params);
 
+/// Whether gemm() takes `adds_to_y` on the current device: else gemm_finish() adds the product.
+bool gemm_adds(const GemmParams& params);
+
 /// Enqueues one to three kernels; allocates nothing on the device.
 void gemm(const GemmParams& params, Stream stream);
+
+/// y = act(product) + residual, which y may be; of a product [M, N] with bias and scales in it.
+void gemm_finish(const GemmParams& params, const void* product, Stream stream);
 
 namespace cpu {
 
@@ -121,7 +128,8 @@ void gemm(const GemmParams& params);
 /// elsewhere.
 void gemm_prepare(const GemmParams& params, void* prepared);
 
-/// y = act(product) + residual where the product [M, N] (bias included) was computed elsewhere.
+/// y = act(product) + residual, which y may be, where the product [M, N] (bias included) was
+/// computed elsewhere.
 void gemm_finish(const GemmParams& params, const void* product);
 
 }  // namespace cpu

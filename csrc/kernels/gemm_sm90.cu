@@ -305,7 +305,8 @@ void launch_tiles(const GemmParams& p, int segments, Stream stream) {
   launch.x = device::RowTiles::of({p.x.data, 1, p.M, p.K, p.x.stride_row}, kRows, kRowBytes);
   launch.weight = device::matrix_map({p.weight.data, 1, p.N, p.K, p.weight.stride_row},
                                      Tile::kCols / 2, kRowBytes, true);
-  launch.y = device::matrix_map({p.y, 2, p.M, out_cols, out_cols}, 16, kOutColumns, true);
+  launch.y =
+      device::matrix_map({p.y, 2, p.M, out_cols, out_cols, p.dtype}, 16, kOutColumns, true);
   launch.copies_residual = !Tile::kSplit && is_mappable(residual_of(p));
   if (launch.copies_residual)
     launch.residual = device::matrix_map(residual_of(p), kRows, kOutColumns, true);

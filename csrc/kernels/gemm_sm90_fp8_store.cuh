@@ -228,9 +228,12 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
     if (half != kHalves - 1) continue;
     ptx::fence_async_shared();
     __syncwarp();  // the box is whole
-    ptx::store_matrix_if(me.lane == 0, &launch.y, out,
-                         place.n * (count * kAtOnce) + box * kOutColumns,
-                         place.m * kRows + me.warpgroup * kWarpgroupRows + me.warp * 16);
+    const int column = place.n * (count * kAtOnce) + box * kOutColumns;
+    const int first_row = place.m * kRows + me.warpgroup * kWarpgroupRows + me.warp * 16;
+    const bool adds = Way::kPlain && p.adds_to_y;
+    ptx::store_matrix_if(me.lane == 0 && !adds, &launch.y, out, column, first_row);
+    if constexpr (Way::kPlain)
+      ptx::add_matrix_if(me.lane == 0 && adds, &launch.y, out, column, first_row);
     ptx::commit_stores();
   }
 }

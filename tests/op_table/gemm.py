@@ -510,6 +510,51 @@ FP8 = OpCase(
     ],
 )  # fmt: skip
 
+
+def _fp8_added(residual: Tensor, **inputs: Any) -> Tensor:
+    return residual + _fp8_reference(**inputs, out_dtype=residual.dtype)
+
+
+FP8_ADD = OpCase(
+    name="fp8_linear_add",
+    op=ridgeline.ops.fp8_linear_add,
+    reference=_fp8_added,
+    competitor=_fp8_added,
+    mutates=("residual",),
+    dtypes=HALVES,
+    samples=[
+        Sample("1 row, N odd", x=normal(1, 128), weight=fp8(77, 128), weight_scale=_positive(77),
+               residual=normal(1, 77)),
+        Sample("33 rows, bias", **_fp8_inputs(33), bias=normal(96), residual=normal(33, 96)),
+        Sample("no rows", **_fp8_inputs(0), residual=normal(0, 96)),
+        Sample("130 rows of fp8, K in segments", x=fp8(130, 4096), weight=fp8(264, 4096),
+               x_scale=_positive(130), weight_scale=_positive(264), residual=normal(130, 264)),
+        Sample("900 rows of fp8, tiles of 128, edges", x=fp8(900, 144), weight=fp8(1816, 144),
+               x_scale=_positive(900), weight_scale=_positive(1816), bias=normal(1816),
+               residual=normal(900, 1816)),
+        Sample("1100 rows of fp8, tiles of 256, edges", x=fp8(1100, 144), weight=fp8(4168, 144),
+               x_scale=_positive(1100), weight_scale=_positive(4168),
+               residual=normal(1100, 4168)),
+        Sample("900 rows of fp8, scales of groups and blocks", x=fp8(900, 144),
+               weight=fp8(1816, 144), x_scale=_positive(900, 2), weight_scale=_positive(15, 2),
+               residual=normal(900, 1816)),
+        Sample("300 rows of fp8, N off 16 bytes", x=fp8(300, 128), weight=fp8(1030, 128),
+               x_scale=_positive(1), weight_scale=_positive(1), residual=normal(300, 1030)),
+        Sample("infinities and NaN in the residual", x=fp8(900, 128), weight=fp8(2048, 128),
+               x_scale=_positive(1), weight_scale=_positive(2048),
+               residual=normal(900, 2048).set((3, 5), math.inf).set((899, 2047), math.nan)),
+    ],
+    errors=[
+        Error(r"^residual.*\[2, 8\].*\[2, 9\]", x=normal(2, 64), weight=fp8(8, 64),
+              weight_scale=_positive(8), residual=normal(2, 9), dtype=torch.bfloat16),
+        Error(r"^residual.*contiguous", x=normal(8, 64), weight=fp8(8, 64),
+              weight_scale=_positive(8), residual=normal(8, 8).t(), dtype=torch.bfloat16),
+        Error(r"^residual.*expanded|^residual.*contiguous", x=normal(2, 64), weight=fp8(8, 64),
+              weight_scale=_positive(8), dtype=torch.bfloat16,
+              residual=Lazy(lambda context: normal(1, 8)(context).expand(2, 8))),
+    ],
+)  # fmt: skip
+
 # ---- int8: judged against the codes times their scales ------------------------------------------
 
 
@@ -622,4 +667,4 @@ INT8 = OpCase(
     ],
 )  # fmt: skip
 
-CASES = [LINEAR, INT4, FP8, INT8]
+CASES = [LINEAR, INT4, FP8, FP8_ADD, INT8]

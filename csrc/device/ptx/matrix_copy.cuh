@@ -41,6 +41,20 @@ __device__ __forceinline__ void store_matrix_if(bool chosen, const CUtensorMap* 
       : "memory");
 }
 
+/// The same, added to the numbers that are there: each sum is rounded to nearest even by L2.
+__device__ __forceinline__ void add_matrix_if(bool chosen, const CUtensorMap* map,
+                                              const void* source, int column, int row) {
+  asm volatile(
+      "{\n"
+      ".reg .pred chosen;\n"
+      "setp.ne.s32 chosen, %4, 0;\n"
+      "@chosen cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group"
+      " [%0, {%2, %3}], [%1];\n"
+      "}" ::"l"(map),
+      "r"(shared_address(source)), "r"(column), "r"(row), "r"(static_cast<int>(chosen))
+      : "memory");
+}
+
 /// Closes the group of stores that this thread issued since the last call.
 __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");

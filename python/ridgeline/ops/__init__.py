@@ -14,7 +14,7 @@ from ridgeline.ops.attention import (
 )
 from ridgeline.ops.embedding import embed
 from ridgeline.ops.gemm import int4_linear, linear
-from ridgeline.ops.gemm_fp8 import fp8_linear
+from ridgeline.ops.gemm_fp8 import fp8_linear, fp8_linear_add
 from ridgeline.ops.gemm_int8 import int8_linear
 from ridgeline.ops.grouped import (
     Int4Experts,
@@ -41,6 +41,7 @@ __all__ = [
     "copy_blocks",
     "embed",
     "fp8_linear",
+    "fp8_linear_add",
     "gelu_mul",
     "grouped_fp8_linear",
     "grouped_int4_linear",

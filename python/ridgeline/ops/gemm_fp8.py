@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from ridgeline.ops._fake import register_fake
-from ridgeline.ops._gradient import inference_only
+from ridgeline.ops._gradient import changed_in_place, inference_only, refuse_in_place
 from ridgeline.ops.gemm import UNITS, empty_output, product_cost
-from ridgeline.roofline.cost import Cost, cost_of, nbytes
+from ridgeline.roofline.cost import Cost, cost_of, nbytes, op_cost
 
 _ops = torch.ops.ridgeline
 
@@ -87,6 +87,53 @@ def fp8_linear(
     return inference_only(out, "fp8_linear", x, bias, residual)
 
 
+def fp8_linear_add(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scale: Tensor | None = None,
+    quantize_x: bool = False,
+    batch_invariant: bool = False,
+    weights_ready: bool = False,
+) -> None:
+    """Adds :func:`fp8_linear` to ``residual`` in place; product and sum are rounded, each.
+
+    One kernel on Hopper where many float8 rows meet a float8 weight: L2 adds what it stores.
+
+    Args:
+        residual: contiguous, ``[..., N]``, in the dtype of the output; overlaps no other argument.
+        x, weight, weight_scale, bias, x_scale, quantize_x, batch_invariant, weights_ready: as in
+            :func:`fp8_linear`.
+
+    Raises:
+        ValueError: dtype, device or shape differ from the above; the message names the argument,
+            and ``residual`` is unchanged.
+
+    Source: as :func:`fp8_linear`.
+    """
+    refuse_in_place("fp8_linear_add", x, bias, residual)
+    _ops.fp8_linear_add(
+        x,
+        weight,
+        weight_scale,
+        residual,
+        bias,
+        x_scale,
+        quantize_x,
+        batch_invariant,
+        weights_ready,
+    )
+    changed_in_place(residual)
+
+
+@register_fake("fp8_linear_add")
+def _(*args: object) -> None:
+    return None
+
+
 @register_fake("fp8_linear")
 def _(
     x: Tensor,
@@ -127,4 +174,26 @@ def _(
     read = nbytes(weight, weight_scale, x_scale)
     return product_cost(
         x, weight.shape[0], read, out, unit, activation, bias, residual, norm_weight
+    )
+
+
+@cost_of("fp8_linear_add")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    residual: Tensor,
+    bias: Tensor | None = None,
+    *,
+    x_scale: Tensor | None = None,
+    quantize_x: bool = False,
+    **_unused: object,
+) -> Cost:
+    return op_cost(
+        "fp8_linear",
+        *(x, weight, weight_scale, bias),
+        x_scale=x_scale,
+        out_dtype=residual.dtype,
+        residual=residual,
+        quantize_x=quantize_x,
     )
