@@ -15,6 +15,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import tiny_model
 from ridgeline import ops
 from ridgeline.kv_cache import KVCache, KVCacheLayout
+from ridgeline.models import linear
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder, StepInputs
 from ridgeline.models.linear import Linear, make_linear
@@ -37,9 +38,11 @@ LONG_ROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": 
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 
 
-def load(folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Decoder:
-    options = LoadOptions(torch.device(device), dtype, max_model_len=256)
-    return load_decoder(ModelConfig.from_path(folder), folder, options)
+def load(
+    folder: Path, dtype: torch.dtype = torch.float32, device: str = "cpu", **options: Any
+) -> Decoder:
+    loading = LoadOptions(torch.device(device), dtype, max_model_len=256, **options)
+    return load_decoder(ModelConfig.from_path(folder), folder, loading)
 
 
 def logits_of(
@@ -186,17 +189,52 @@ def test_only_wanted_tokens_query_the_last_layer(
     assert seen == [50] * whole + queries
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("family", "quantization", "added"),
+    [
+        pytest.param("llama", "fp8", [50, 50], id="but those of the last layer's one token"),
+        pytest.param("llama", "int8", [], id="not other products"),
+        pytest.param("gemma2", "fp8", [], id="not ahead of a norm"),
+        pytest.param("gpt_neox", "fp8", [], id="not attention and MLP beside each other"),
+    ],
+)
+def test_many_fp8_products_are_added_to_the_residual_as_they_are_made(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    family: str,
+    quantization: str,
+    added: list[int],
+):
+    tiny_model.save_model(tmp_path, family)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    decoder, prompt = load(tmp_path, dtype, device, quantization=quantization), [*range(1, 51)]
+    expected = logits_of(decoder, prompt, dtype, [49])
+    seen: list[int] = []
+    add = ops.fp8_linear_add
+
+    def noting(x: torch.Tensor, *args: Any, **options: Any) -> None:
+        seen.append(x.shape[0])
+        add(x, *args, **options)
+
+    monkeypatch.setattr(ops, "fp8_linear_add", noting)
+    monkeypatch.setattr(linear, "_ADDED", 50 * 64)
+    assert torch.equal(logits_of(decoder, prompt, dtype, [49]), expected)
+    assert seen == added
+
+
 def test_fp8_products_meet_the_same_codes_whoever_makes_them():
     """Few tokens are normed in the product's call, many in the pass that adds to the residual."""
     generator = torch.Generator().manual_seed(7)
     x, residual, weight = (torch.randn(n, 256, generator=generator) for n in (20, 20, 48))
-    linear = make_linear(weight, None, quantization="fp8", batch_invariant=False)
+    product = make_linear(weight, None, quantization="fp8", batch_invariant=False)
     norm = RmsNorm(torch.rand(256, generator=generator), 1e-5)
     total = residual.clone()
     codes = norm.quantized(x, total)
     assert torch.equal(total, x + residual)
-    assert torch.equal(linear(codes), linear(total, norm=norm))
-    assert torch.equal(linear(norm.quantized(total)), linear(total, norm=norm))
+    assert torch.equal(product(codes), product(total, norm=norm))
+    assert torch.equal(product(norm.quantized(total)), product(total, norm=norm))
 
 
 @pytest.mark.parametrize("parameters", [LLAMA3_ROPE, LINEAR_ROPE], ids=["llama3", "linear"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch import Tensor
 
@@ -12,7 +12,7 @@ from ridgeline import ops
 from ridgeline.kv_cache import KVCache
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.experts import Experts
-from ridgeline.models.linear import Linear
+from ridgeline.models.linear import Fp8Linear, Linear
 from ridgeline.models.norms import Codes, Norm, RmsNorm
 
 
@@ -148,6 +148,13 @@ class Decoder:
                 residual = inputs.take(residual)
                 if residual.shape[0] == 0:
                     return residual
+            down = layer.down
+            if self._adds_products and _adds(layer.output, residual) and _adds(down, residual):
+                layer.output.add(out, residual)
+                x = _norm_for(layer.up, layer.mlp_norm, residual)
+                down.add(self._inner(layer, x), residual)
+                x = _norm_for(*following[index], residual)
+                continue
             out = layer.output(out)
             if layer.post_attention_norm is not None:
                 out = layer.post_attention_norm(out)
@@ -164,19 +171,22 @@ class Decoder:
     @cached_property
     def folded_rows(self) -> int:
         """Up to so many tokens norms and residuals are parts of the products."""
-        if self.batch_invariant or self.config.parallel:
-            return 0
         rows = []
         for layer in self.layers:
-            if layer.post_attention_norm is not None or layer.post_mlp_norm is not None:
-                return 0
-            if layer.up is None or layer.down is None:
-                return 0
             norms = layer.attention_norm, layer.mlp_norm
             if any(not isinstance(norm, RmsNorm) or norm.offset for norm in norms):
                 return 0
-            rows += [p.folded_rows for p in (layer.qkv, layer.output, layer.up, layer.down)]
-        return min(rows)
+            products = layer.qkv, layer.output, layer.up, layer.down
+            rows += [0 if product is None else product.folded_rows for product in products]
+        return min(rows) if self._adds_products and not self.batch_invariant else 0
+
+    @cached_property
+    def _adds_products(self) -> bool:
+        """What layers add to the residual are products, one after the other."""
+        return not self.config.parallel and all(
+            layer.post_attention_norm is None and layer.post_mlp_norm is None
+            for layer in self.layers
+        )
 
     def _folded_states(self, residual: Tensor, inputs: StepInputs, cache: KVCache) -> Tensor:
         """Six kernels a layer, of one sequence five: the norms and the sums are in the products."""
@@ -204,13 +214,16 @@ class Decoder:
         if layer.experts is not None:
             assert isinstance(x, Tensor) and norm is None and residual is None
             return layer.experts(x)
-        assert layer.up is not None and layer.down is not None
+        assert layer.down is not None
+        return layer.down(self._inner(layer, x, norm), residual=residual)
+
+    def _inner(self, layer: Layer, x: Tensor | Codes, norm: RmsNorm | None = None) -> Tensor:
+        """What the MLP's second product reads."""
+        assert layer.up is not None
         activation = self.config.activation
         if activation == "gelu_tanh_mul":  # the one that products do not have as an epilogue
-            hidden = ops.gelu_mul(layer.up(x, norm=norm), "tanh")
-        else:
-            hidden = layer.up(x, activation=activation, norm=norm)
-        return layer.down(hidden, residual=residual)
+            return ops.gelu_mul(layer.up(x, norm=norm), "tanh")
+        return layer.up(x, activation=activation, norm=norm)
 
     def _attention(
         self,
@@ -298,6 +311,12 @@ def _write(
         interleaved=layer.interleaved,
         weights_ready=True,
     )
+
+
+def _adds(product: Linear | None, residual: Tensor) -> TypeGuard[Fp8Linear]:
+    """Whether the product is added to the residual where it is made: the norm behind it is spared
+    reading it, and writing their sum."""
+    return isinstance(product, Fp8Linear) and product.adds(residual.shape[0])
 
 
 def _norm_for(

@@ -13,6 +13,10 @@ from ridgeline.ops._out_quant import OutQuant
 
 QUANTIZATIONS = ("int4", "fp8", "int8")
 
+_ADDED = 1 << 22
+"""Elements of 128 tiles of an fp8 product: of fewer several blocks may share one, which then cannot
+be added to the residual as it is stored."""
+
 
 class Linear(Protocol):
     """``act(norm(x) @ weight.T + bias) + residual`` for ``x [tokens, in]``, in the dtype of ``x``.
@@ -124,12 +128,28 @@ class Fp8Linear:
             return ops.fp8_linear(x, self.weight, self.scale, self.bias, quantize_x=True, **fused)
         return self._product(x, **fused)
 
+    def adds(self, rows: int) -> bool:
+        """Whether so many rows are better added here than by the norm behind them."""
+        return rows * self.weight.shape[0] >= _ADDED
+
+    def add(self, x: Tensor, residual: Tensor) -> None:
+        """``residual += self(x)``, with the same bits."""
+        ops.fp8_linear_add(
+            *(x, self.weight, self.scale, residual, self.bias),
+            quantize_x=True,
+            batch_invariant=self.batch_invariant,
+            weights_ready=True,
+        )
+
 
 @dataclass(frozen=True)
 class Int8Linear(Fp8Linear):
     """int8 weights with a scale for each output, times inputs quantised here, a scale a token."""
 
     codes: ClassVar[OutQuant] = "int8"
+
+    def adds(self, rows: int) -> bool:
+        return False
 
     def __call__(
         self,
