@@ -72,12 +72,14 @@ def test_smaller_clusters(cluster: int, heads: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 def test_more_sequences_than_clusters_at_once(dim: int) -> None:
-    """A second kernel joins them, and no bit differs; nor do blocks of a cluster that share SMs."""
-    lengths = [1 + 797 * b % 4600 for b in range(70)]
+    """No bit differs, whether a second kernel joins the splits, clusters follow each other, or
+    blocks of a cluster share SMs or do not."""
+    lengths = [1 + 797 * b % 4600 for b in range(140)]
     paged = Paged("cuda", lengths, BLOCK, math.nan, dim, kv_heads=1)
     q = normal("cuda", len(lengths), 32, dim)
     out, lse = paged.run(q)
-    for few in (slice(0, 20), slice(20, 21), slice(21, 38), slice(38, 70)):
+    for begin, end in ((0, 20), (20, 21), (21, 38), (38, 70), (70, 140)):
+        few = slice(begin, end)
         part = ops.paged_attention(
             q[few], paged.k_cache, paged.v_cache, paged.tables[few], paged.seq_lens[few],
             return_lse=True,
@@ -97,3 +99,20 @@ def test_explain_tells_of_clusters(dim: int, cluster: int) -> None:
     paged.tables = pad(paged.tables, (0, 9))
     general = explained(paged, q, 1)
     assert len(general.kernels) == 2 and "clusters" not in general.choices[0]
+
+
+@pytest.mark.gpu
+def test_explain_tells_of_clusters_that_follow_each_other() -> None:
+    """Of short tables, however many sequences; not where a prompt leaves most to other kernels."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the routes of Hopper")
+    paged = Paged("cuda", [2048, *[5] * 139], BLOCK, dim=128, kv_heads=1)
+    q = normal("cuda", 739, 32, 128)
+    assert "clusters of 4" in explained(paged, q[:140], 1).choices[0]
+    cu_q = ints("cuda", [0, *range(600, 740)])
+    mixed = ridgeline.explain(
+        "paged_attention", q, paged.k_cache, paged.v_cache, paged.tables, paged.seq_lens, cu_q,
+        max_q=600,
+    )  # fmt: skip
+    assert any("splits of 512" in choice for choice in mixed.choices)
+    assert not any("clusters" in choice for choice in mixed.choices)

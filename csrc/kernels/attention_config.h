@@ -209,12 +209,17 @@ constexpr std::int32_t row_blocks(std::int32_t columns) { return columns <= 128 
 /// Whether these splits are joined in clusters: all of them run side by side, or half where blocks
 /// share an SM, so that the start and end of one lie beside another's keys. H200, 64 sequences of
 /// 4k keys, one KV head: 46 us by a second kernel, 39 so. Clusters of 7 are as many as those of 6.
+/// Small ones, which fill the SMs, may follow each other: 128 sequences of 2k keys 44.5 and 39.3,
+/// 256 of 1k 50 and 41, 512 of 600 77 and 61; but of 4k, where lengths differ, 47 and 52. Not where
+/// other kernels take most: 512 empty clusters of 4 take 6 us more than blocks that stay.
+constexpr std::int32_t kSmallCluster = 4;
 constexpr bool joins_clusters(const AttentionParams& p, std::int32_t multiprocessors) {
   const std::int32_t splits = max_row_splits(p.head_dim, p.max_k);
   const std::int64_t blocks = std::int64_t{p.batch} * p.kv_heads * lesser(splits, 6);
   const std::int32_t sharing = row_blocks(p.head_dim);
   return !p.batch_invariant && !p.leaves_shared && splits > 1 && p.max_k <= kRowClusterKeys &&
-         4 * blocks <= 3 * std::int64_t{sharing} * sharing * multiprocessors;
+         ((sharing > 1 && splits <= kSmallCluster && packs_all(p)) ||
+          4 * blocks <= 3 * std::int64_t{sharing} * sharing * multiprocessors);
 }
 
 /// Rows of q: packed, or one a sequence.

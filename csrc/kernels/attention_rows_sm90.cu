@@ -223,7 +223,12 @@ void launch_own(const AttentionParams& p, Stream stream) {
   if (joins) launch.cluster = launch.max_splits;
   launch.of_cluster = device::Divisor::of(launch.cluster);
   const std::int64_t items = pairs * launch.max_splits;
-  if (joins && items > device::multiprocessors()) launch.slots = Tile::kSharedSlots;
+  const int multiprocessors = device::multiprocessors();
+  if (joins && items > multiprocessors)
+    launch.slots =
+        launch.cluster <= config::kSmallCluster && items > Tile::kBlocks * multiprocessors
+            ? Tile::kFollowingSlots
+            : Tile::kSharedSlots;
   launch_items<Tile>(launch, items, stream);
   if (launch.max_splits == 1 || joins) return;
   const dim3 grid(checked_int32(pairs, "attention: KV heads"), kMergeBlocks);
