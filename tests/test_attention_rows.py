@@ -88,6 +88,21 @@ def test_more_sequences_than_clusters_at_once(dim: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("batch, longest", [(140, 4600), (300, 700), (300, 60), (40, 9000)])
+def test_items_are_dealt(batch: int, longest: int, invariant: bool) -> None:
+    """With counters, as blocks become free; no bit differs, and zeros are left behind."""
+    lengths = [797 * b % longest for b in range(batch)]
+    paged = Paged("cuda", lengths, BLOCK, math.nan, 128, kv_heads=2)
+    q = normal("cuda", batch, 32, 128)
+    counters = torch.zeros(2 * batch + 2, dtype=torch.int32, device="cuda")
+    expected = paged.run(q, batch_invariant=invariant)
+    for _ in range(3):
+        assert same(paged.run(q, batch_invariant=invariant, counters=counters), expected)
+        assert not counters.any()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim, cluster", [(64, 6), (128, 7), (256, 6)])
 def test_explain_tells_of_clusters(dim: int, cluster: int) -> None:
     if torch.cuda.get_device_capability() != (9, 0):

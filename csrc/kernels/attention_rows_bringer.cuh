@@ -62,10 +62,15 @@ struct Bringer {
     ring.next();
   }
 
+  __device__ __forceinline__ void ask() const {
+    if (launch.deals && box() == 0) ptx::mbarrier_arrive(&shared.asked);
+  }
+
   /// Keys come one tile ahead of values; `place`: of the first.
   __device__ __forceinline__ void bring_ahead(const Item& item, Place place) {
     const int kv_head = item.work.kv_head, end = item.keys.end;
     const int n = item.keys.begin;
+    if (n + kKeys >= end) ask();
     if (n >= end) return;
     request(place, kv_head, launch.k);
     bring_rest(item, place, n + kKeys);
@@ -75,6 +80,7 @@ struct Bringer {
   __device__ __forceinline__ void bring_rest(const Item& item, Place place, int n) {
     const int kv_head = item.work.kv_head;
     for (; n < item.keys.end; n += kKeys) {
+      if (n + kKeys >= item.keys.end) ask();
       const Place next = place_of(item.work, n);
       request(next, kv_head, launch.k);
       request(place, kv_head, launch.v);
@@ -86,8 +92,9 @@ struct Bringer {
   /// The last step first: its keys, then its values.
   __device__ __forceinline__ void bring_steps(const Item& item) {
     const config::KeyRange keys = item.keys;
-    if (keys.begin >= keys.end) return;
+    if (keys.begin >= keys.end) return ask();
     for (int n0 = last_step<Tile>(keys); n0 + Tile::kStepKeys > keys.begin; n0 -= Tile::kStepKeys) {
+      if (n0 <= keys.begin) ask();
       Place places[Tile::kStepTiles];
 #pragma unroll
       for (int i = 0; i < Tile::kStepTiles; ++i) places[i] = place_of(item.work, n0 + i * kKeys);

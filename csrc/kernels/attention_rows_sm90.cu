@@ -5,6 +5,7 @@
 #include "device/ptx/grid_dependency.cuh"
 #include "kernels/attention_launch.h"
 #include "kernels/attention_rows_consumer.cuh"
+#include "kernels/attention_rows_planner.cuh"
 #include "kernels/attention_rows_share.cuh"
 #include "kernels/attention_views.cuh"
 
@@ -229,6 +230,7 @@ void launch_own(const AttentionParams& p, Stream stream) {
         launch.cluster <= config::kSmallCluster && items > Tile::kBlocks * multiprocessors
             ? Tile::kFollowingSlots
             : Tile::kSharedSlots;
+  launch.deals = !joins && p.counters != nullptr;
   launch_items<Tile>(launch, items, stream);
   if (launch.max_splits == 1 || joins) return;
   const dim3 grid(checked_int32(pairs, "attention: KV heads"), kMergeBlocks);

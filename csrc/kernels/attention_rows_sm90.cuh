@@ -8,7 +8,7 @@
 
 /// What a block of the Hopper kernel of packed rows works on: a tile of rows, which are the queries
 /// of several heads and tokens that read the same keys, and one split of those keys. Tiles, shared
-/// memory, items, and the warp that plans them.
+/// memory, items.
 namespace ridgeline::attention_rows {
 
 namespace config = attention_config;
@@ -78,6 +78,7 @@ struct Launch {
   int slots;            // of keys, or of values, that a block uses
   int cluster;          // blocks that have a split each of a sequence and KV head; 1: no clusters
   device::Divisor of_cluster;  // divides by them
+  bool deals;           // items, as blocks come to the end of theirs; else every n-th is a block's
   bool clears;          // rows of no sequence, since no kernel of few rows does
   bool follows_common;  // which has waited for the kernels ahead, and whose end is awaited last
   void* workspace;
@@ -107,6 +108,7 @@ struct Shared {
   alignas(16) std::conditional_t<Tile::kJoins, SplitRow<Tile>[kSentRows], None> sent;
   alignas(8) std::uint64_t arrived;  // all that is sent
   std::uint64_t q_full, q_free;
+  std::uint64_t asked;  // for the next item, since the last keys of this one are on their way
   std::uint64_t full[Tile::kSlots], free[Tile::kSlots];
   std::uint64_t described[kItems], released[kItems];  // of an item
 
@@ -114,6 +116,7 @@ struct Shared {
   __device__ __forceinline__ void make_barriers() {
     ptx::mbarrier_init(&arrived, 1);
     ptx::mbarrier_init(&q_full, 1);
+    ptx::mbarrier_init(&asked, 1);
     ptx::mbarrier_init(&q_free, Tile::kConsumers);
     for (int i = 0; i < Tile::kSlots; ++i) {
       ptx::mbarrier_init(&full[i], 1);
@@ -203,122 +206,5 @@ __device__ __forceinline__ void request_queries(const Launch& launch, Shared<Til
   }
   __syncwarp();
 }
-
-/// Walks the items of one launch: a warp, whose lane i keeps the i-th share of the sequences.
-template <class Tile>
-struct Planner {
-  const Launch& launch;
-  Shared<Tile>& shared;
-  int share, before, count;  // sequences a lane; items before this lane's, and its own
-  int total;
-  config::Sequence sequence;  // that this lane looked at last: its only one, where there are few
-  Cut cut;
-  config::KeyRange live;  // of the common keys: what some sequence owns
-
-  __device__ static int lane() { return static_cast<int>(threadIdx.x) % device::kWarpSize; }
-
-  /// Looks at a sequence: its items.
-  __device__ __forceinline__ int look(int batch) {
-    const AttentionParams& p = launch.attention;
-    sequence = config::sequence_of(p, batch);
-    if (!config::is_packed(p, sequence.q_len, launch.least_rows)) return 0;
-    cut = cut_of<Tile::kUnsplit>(p, sequence);
-    return cut.splits * p.kv_heads;
-  }
-
-  __device__ __forceinline__ void begin() {
-    const AttentionParams& p = launch.attention;
-    share = ceil_div(p.batch, device::kWarpSize);
-    const int end = min((lane() + 1) * share, p.batch);
-    count = 0;
-    live = {.begin = p.shared_keys, .end = 0};
-    for (int b = lane() * share; b < end; ++b) {
-      if constexpr (Tile::kCommon) {
-        const config::Sequence s = config::sequence_of(p, b);
-        live.begin = config::lesser(live.begin, s.k_start);
-        live.end = config::greater(live.end, config::lesser(s.k_len, p.shared_keys));
-      } else {
-        count += look(b);
-      }
-    }
-    if constexpr (Tile::kCommon) {
-      live = {-device::warp_max(-live.begin), device::warp_max(live.end)};
-      total = launch.tiles * p.kv_heads * launch.max_splits;
-    } else {
-      const int sum = device::warp_inclusive_sum(count);
-      before = sum - count;
-      total = device::from_lane(sum, device::kWarpSize - 1);
-    }
-  }
-
-  /// Neighbours are the tiles of rows, then the heads, before one split of the keys.
-  __device__ __forceinline__ Item common_item(int index) const {
-    const AttentionParams& p = launch.attention;
-    const int tokens = launch.max_rows / launch.group, rest = index / launch.tiles;
-    const int first = index % launch.tiles * launch.queries;
-    const int keys = config::common_split_keys(p.shared_keys), split = launch.kv_heads.divide(rest);
-    return {.work = {.sequence = {.q_begin = first},
-                     .batch = 0,
-                     .kv_head = rest - split * p.kv_heads,
-                     .group = launch.group,
-                     .first_row = first * launch.group,
-                     .rows = min(launch.queries, tokens - first) * launch.group},
-            .keys = {split * keys, min((split + 1) * keys, live.end)},
-            .live = live,
-            .split = split,
-            .splits = launch.max_splits};
-  }
-
-  /// Of the sequence that was looked at.
-  __device__ __forceinline__ Item own_item(int batch, int kv_head, int split) const {
-    const int begin = cut.begin + split * cut.keys;
-    return {.work = {.sequence = sequence,
-                     .batch = batch,
-                     .kv_head = kv_head,
-                     .group = launch.group,
-                     .rows = sequence.q_len * launch.group},
-            .keys = {begin, config::lesser(begin + cut.keys, cut.end)},
-            .live = {sequence.k_start, sequence.k_len},
-            .split = split,
-            .splits = cut.splits};
-  }
-
-  /// Describes item number `index`; whichever lane knows its sequence writes it.
-  __device__ __forceinline__ void describe(int index, const Ring<kItems>& place) {
-    ptx::mbarrier_wait(&shared.released[place.slot], place.parity);
-    Item& to = shared.items[place.slot];
-    if (index >= total) {
-      if (lane() == 0) to.splits = 0;
-    } else if constexpr (Tile::kCommon) {
-      if (lane() == 0) to = common_item(index);
-    } else if (index >= before && index < before + count) {
-      int batch = lane() * share, rest = index - before;
-      if (share > 1)
-        for (int items; rest >= (items = look(batch)); ++batch) rest -= items;
-      // Neighbours are the heads of one split: they share the block table's entries.
-      const int split = launch.kv_heads.divide(rest);
-      to = own_item(batch, rest - split * launch.attention.kv_heads, split);
-    }
-    __syncwarp();  // the item is written: lane 0 requests its queries
-    ptx::mbarrier_arrive(&shared.described[place.slot]);
-  }
-
-  __device__ __forceinline__ void run() {
-    if constexpr (Tile::kJoins)
-      if (launch.cluster > 1) return;  // one warp does all
-    begin();
-    Ring<kItems> next{.parity = 1};  // the first wait on a fresh barrier passes
-    int queries_parity = 1;
-    for (int index = static_cast<int>(blockIdx.x);; index += static_cast<int>(gridDim.x)) {
-      describe(index, next);
-      const Item& item = shared.items[next.slot];
-      if (item.splits == 0) break;
-      ptx::mbarrier_wait(&shared.q_free, queries_parity);
-      request_queries<Tile>(launch, shared, item.work);
-      queries_parity ^= 1;
-      next.next();
-    }
-  }
-};
 
 }  // namespace ridgeline::attention_rows
