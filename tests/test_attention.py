@@ -425,6 +425,25 @@ def test_many_keys_a_block_equal_each_alone() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lengths", [[8193, 9001, 16384, 3], [20000, 12345, 33000]])
+def test_long_sequences_equal_each_alone(lengths: list[int]) -> None:
+    """Leaves of 512 keys to 1024: alone each is a block's of a cluster, or, of more than 16k,
+    any block's."""
+    paged = Paged("cuda", lengths, 64, math.nan, 128, kv_heads=8)
+    q = normal("cuda", len(lengths), 32, 128)
+    counters = torch.zeros(8 * len(lengths) + 2, dtype=torch.int32, device="cuda")
+    out, lse = paged.run(q, counters=counters)
+    paged.check(q, list(range(len(lengths) + 1)), (out, lse))
+    for b in range(len(lengths)):
+        one = slice(b, b + 1)
+        alone = ops.paged_attention(
+            q[one], paged.k_cache, paged.v_cache, paged.tables[one], paged.seq_lens[one],
+            return_lse=True, counters=counters,
+        )  # fmt: skip
+        assert same((out[one], lse[:, one]), alone), f"sequence {b}"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("batch", [2, 4, 8])  # all cut in two or more, and so few that SMs idle
 def test_few_short_sequences_equal_each_alone(batch: int, dim: int) -> None:

@@ -111,11 +111,12 @@ constexpr std::int32_t max_split_count(std::int32_t head_dim, std::int32_t kv_by
 
 /// The Hopper decode kernel: one sequence alone has an item for nearly every SM, and two of at
 /// least kDecodeKeys keys where it is long enough (H200, 32 sequences of 8k keys: 251.5 us with
-/// 256, 249.5 with 512; one: 12.8 and 12.6). Runs have at least kDecodeLeast keys (32 sequences of
-/// 1k keys: 36.4 us with 64, 35.9 with 128; one: 4.7 and 4.8). A sequence of at most kDecodeWhole
-/// has shorter ones, and in a batch is one item.
+/// 256, 249.5 with 512; with 512 and 1024 one of 9000 17.0 and 14.1, fp8 18.9 and 13.2, two of
+/// 10000 30.6 and 24.9, but 32 of them 297 and 300). Runs have at least kDecodeLeast keys (32
+/// sequences of 1k keys: 36.4 us with 64, 35.9 with 128; one: 4.7 and 4.8). A sequence of at most
+/// kDecodeWhole has shorter ones, and in a batch is one item.
 constexpr std::int32_t kDecodeItems = 128;
-constexpr std::int32_t kDecodeKeys = 512;
+constexpr std::int32_t kDecodeKeys = 1024;
 constexpr std::int32_t kDecodeLeast = 128;
 constexpr std::int32_t kDecodeWhole = 512;
 constexpr std::int32_t kShortItems = 4;  // of one, at most, however many heads there are
