@@ -77,14 +77,35 @@ def test_packed_rows(kv_heads: int, dim: int, block: int, written: str) -> None:
 
 @pytest.mark.parametrize("written", ["lengths", "tables"])
 @pytest.mark.parametrize("batch", [1, 5, 40])  # a cluster's; a wave of items; items dealt out
-def test_decode(batch: int, written: str) -> None:
-    """Blocks share items out by the lengths they saw, and once more if these were others."""
+@pytest.mark.parametrize(
+    "dim, cache",
+    [
+        (64, torch.bfloat16),
+        (128, torch.bfloat16),
+        (256, torch.bfloat16),  # queries do not wait in shared memory
+        (128, torch.int8),  # scales come beside the tile
+    ],
+)
+def test_decode(dim: int, cache: torch.dtype, batch: int, written: str) -> None:
+    """Blocks share items out, and ask for the first tile, by the lengths and tables they saw; and
+    once more if these were others."""
     lengths = [1 + 797 * (b + 2) % 3800 for b in range(batch)]
-    paged = Paged("cuda", lengths, BLOCK, math.nan, kv_heads=8)
-    q = normal("cuda", batch, 32, 64)
+    paged = Paged("cuda", lengths, BLOCK, math.nan, dim, kv_heads=8)
+    options: dict[str, Any] = {}
+    if cache == torch.int8:
+        shape = paged.k_cache.shape
+        draw = torch.Generator().manual_seed(dim)
+        paged.k_cache, paged.v_cache = (
+            torch.randint(-128, 128, shape, generator=draw).to("cuda", cache) for _ in range(2)
+        )
+        options = {
+            name: torch.rand(shape[:3], generator=draw).to("cuda", torch.bfloat16) / 32
+            for name in ("k_scale", "v_scale")
+        }
+    q = normal("cuda", batch, 32, dim)
     counters = torch.zeros(8 * batch + 2, dtype=torch.int32, device="cuda")
-    expected = paged.run(q, counters=counters)
+    expected = paged.run(q, counters=counters, **options)
     target = {"lengths": paged.seq_lens, "tables": paged.tables}[written]
-    for result in behind_a_write(target, lambda: paged.run(q, counters=counters)):
+    for result in behind_a_write(target, lambda: paged.run(q, counters=counters, **options)):
         assert same(result, expected)
         assert not counters.any()
