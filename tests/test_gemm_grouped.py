@@ -80,6 +80,16 @@ def test_few_rows_of_any_experts(experts: int, kind: str, device: str) -> None:
         check(kind, counts, 64, 2048, False, device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
+@pytest.mark.parametrize("K", [640, 1536, 4608, 8192])
+def test_chunks_of_few_rows_go_round_the_warps(K: int, kind: str, gated: bool) -> None:
+    """Strips of 2 to 64 chunks, fewer than the warps that ask for them and more; blocks have two or
+    three, of one expert and of the next."""
+    check(kind, [1, 0, 1, 1, 1, 0, 0, 1], 1056, K, gated, "cuda")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", ["fp8", "int4"])

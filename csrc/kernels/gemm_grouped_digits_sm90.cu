@@ -13,8 +13,9 @@ constexpr int kMostTileRows = 2 * kTokens;  // of x that a strip meets at a time
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: a block an SM. As the digits kernel (gemm_digits_sm90.cu), of strips of one expert after
-/// the other: all strips that have rows are dealt evenly to the blocks. Where a block comes to
-/// rows that are not there its warps stage them, while the rings are on their way.
+/// the other: all strips that have rows are dealt evenly to the blocks, and warps of their own ask
+/// for them. Where a block comes to rows that are not there those that multiply stage them, while
+/// the rings are on their way.
 /// Roofline: the bytes of the weights of the experts that have rows; x comes from L2, once a block.
 template <class T, int kSpan>
 __global__ void __launch_bounds__(kStripThreads, 1)
@@ -39,22 +40,29 @@ __global__ void __launch_bounds__(kStripThreads, 1)
   ptx::launch_dependents();
   if (threadIdx.x == kThreads) barriers.sums.init(launch);
   if (lane == 0 && warp < kWarps) {
-    for (int i = 0; i < kRingStages; ++i) ptx::mbarrier_init(&barriers.full[warp][i], 1);
+    for (int i = 0; i < kRingStages; ++i) {
+      ptx::mbarrier_init(&barriers.full[warp][i], 1);
+      ptx::mbarrier_init(&barriers.free[warp][i], 1);
+    }
     ptx::prefetch_tensor_map(&digits.scales);
     if (p.weight.zeros) ptx::prefetch_tensor_map(&digits.zeros);
   }
   ptx::fence_mbarrier_init();
   __syncthreads();               // the barriers are made
   ptx::wait_for_dependencies();  // which weights are read is what the kernels ahead decide
+  const LaneRows lane_rows(launch.grouped, lane);
   StripWalk walk(launch, lists + warp * launch.listed, lane);
+  if (warp >= kWarps + kFinishers) {
+    if (lane != 0) return;
+    const std::uint64_t policy = ptx::evict_first();
+    const auto request = [&](const ChunkSteps& at, int to, int stage, int parity) {
+      ptx::mbarrier_wait(&barriers.free[to][stage], parity);
+      request_chunk(params, at, memory + (to * kRingStages + stage) * digits.stage_bytes,
+                    &barriers.full[to][stage], policy);
+    };
+    return request_chunks(walk, warp - kWarps - kFinishers, kRingStages, request);
+  }
   if (warp >= kWarps) return finish_items<T>(walk, barriers.sums, sums_at, warp - kWarps);
-
-  int row = lane_row(launch, walk, lane);
-  GroupedRequests requests(params, walk, warp);
-  if (lane == 0)
-    for (int i = 0; i < kRingStages; ++i)
-      requests.next(ring + i * digits.stage_bytes, &barriers.full[warp][i]);
-  int staging = walk.rows_together();
 
   int stage = 0, parity = 0, tile = -1, staged = 0, staged_end = -1;
   bool finite = true;
@@ -67,13 +75,10 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       rows = walk.rows();
       if (rows.first + rows.count > staged_end) {
         if (staged_end >= 0) ptx::named_barrier_sync(1, kThreads);  // every warp has read x
-        if (staged_end >= 0) {
-          staging = walk.rows_together();
-          row = lane_row(launch, walk, lane);
-        }
+        const int staging = walk.rows_together();
         staged = rows.first;
         staged_end = staged + staging;
-        finite = stage_rows<T, kSpan>(params, row, staging, warp, x, spans);
+        finite = stage_rows<T, kSpan>(params, lane_rows.from(walk, lane), staging, warp, x, spans);
         finite = !ptx::named_barrier_any(2, kThreads, !finite);  // x is whole
       }
       const int at = rows.first - staged;
@@ -84,7 +89,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     if (chunk >= digits.chunks) {  // of others' columns alone
       if (launch.all_wait) {
         barriers.sums.wait_free(item);
-        barriers.sums.arrive_done(item, lane);
+        barriers.sums.arrive_done(item);
       }
       continue;
     }
@@ -96,8 +101,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         ptx::mbarrier_wait(&barriers.full[warp][stage], parity);
         multiply_chunk<T, kSpan>(digits, of_chunk, x_lane, chunk, sums, lane);
         __syncwarp();  // every lane has read the stage
-        if (lane == 0)
-          requests.next(ring + stage * digits.stage_bytes, &barriers.full[warp][stage]);
+        if (lane == 0) ptx::mbarrier_arrive(&barriers.free[warp][stage]);
         if (++stage == kRingStages) {
           stage = 0;
           parity ^= 1;
@@ -124,14 +128,14 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         const std::int64_t scales = rows.expert * launch.grouped.stride_scales + n;
         const std::int64_t row = row_of_x(launch.grouped, rows.first + i / kStripRows);
         mine[i] += products_not_finite<T>(
-            p, strip_of(walk), static_cast<const T*>(p.weight.scales) + scales,
+            p, strip_of(launch.grouped, rows.expert, walk.weight_row()),
+            static_cast<const T*>(p.weight.scales) + scales,
             p.weight.zeros ? p.weight.zeros + scales : nullptr,
             static_cast<const T*>(p.x.data) + row * p.x.stride_row, n, turn * kChunkCols,
             kChunkCols, kWarps * kChunkCols);
       }
     }
-    __syncwarp();  // the sums of every lane are written
-    barriers.sums.arrive_done(item, lane);
+    barriers.sums.arrive_done(item);
   }
   clear_rows<T>(launch.grouped);
 #endif
@@ -189,6 +193,7 @@ Sizes sizes_of(const GroupedGemmParams& params) {
                      .chunks = ceil_div(p.K, kChunkCols),
                      .by_blocks = device::Divisor::of(device::multiprocessors()),
                      .by_items = device::Divisor::of(p.N / kStripRows / paired)};
+  launch.by_chunks = device::Divisor::of(launch.chunks);
   launch.all_wait = all_wait(launch.chunks, paired);
   const auto fixed = [&](int rows) {
     const int blocks = launch.chunks * kChunkBlocks;

@@ -12,8 +12,9 @@ namespace {
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: a block an SM. As the strips kernel (gemm_strips_sm90.cu), of strips of one expert after
-/// the other: all strips that have rows are dealt evenly to the blocks. Where a block comes to rows
-/// that are not there its warps stage them, while the rings are on their way.
+/// the other: all strips that have rows are dealt evenly to the blocks, and warps of their own ask
+/// for them. Where a block comes to rows that are not there those that multiply stage them, while
+/// the rings are on their way.
 /// Roofline: the bytes of the weights of the experts that have rows; x comes from L2, once a block.
 template <class T, class E, WeightFormat kFormat, bool kFp8X>
 __global__ void __launch_bounds__(kStripThreads, 1)
@@ -36,21 +37,28 @@ __global__ void __launch_bounds__(kStripThreads, 1)
   ptx::launch_dependents();
   if (threadIdx.x == kThreads) shared.sums.init(launch);
   if (lane == 0 && warp < kWarps) {
-    for (int i = 0; i < params.stages; ++i) ptx::mbarrier_init(&shared.full[warp][i], 1);
+    for (int i = 0; i < params.stages; ++i) {
+      ptx::mbarrier_init(&shared.full[warp][i], 1);
+      ptx::mbarrier_init(&shared.free[warp][i], 1);
+    }
     ptx::prefetch_tensor_map(&params.weight);
   }
   ptx::fence_mbarrier_init();
   __syncthreads();               // the barriers are made
   ptx::wait_for_dependencies();  // which weights are read is what the kernels ahead decide
+  const LaneRows lane_rows(launch.grouped, lane);
   StripWalk walk(launch, lists + warp * launch.listed, lane);
+  if (warp >= kWarps + kFinishers) {
+    if (lane != 0) return;
+    const std::uint64_t policy = ptx::evict_first();
+    const auto request = [&](const ChunkSteps& at, int to, int stage, int parity) {
+      ptx::mbarrier_wait(&shared.free[to][stage], parity);
+      request_chunk<kFormat>(params, at, memory + to * ring_bytes + stage * kChunkBytes,
+                             &shared.full[to][stage], policy);
+    };
+    return request_chunks(walk, warp - kWarps - kFinishers, params.stages, request);
+  }
   if (warp >= kWarps) return finish_items<T>(walk, shared.sums, sums_at, warp - kWarps);
-
-  int row = lane_row(launch, walk, lane);
-  ExpertRequests<kFormat> requests(params, walk, warp);
-  if (lane == 0)
-    for (int i = 0; i < params.stages; ++i)
-      requests.next(ring + i * kChunkBytes, &shared.full[warp][i]);
-  int staging = walk.rows_together();
 
   int stage = 0, parity = 0, tile = -1, staged = 0, staged_end = -1;
   RowTile rows{};
@@ -61,13 +69,10 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       rows = walk.rows();
       if (rows.first + rows.count > staged_end) {
         if (staged_end >= 0) ptx::named_barrier_sync(1, kThreads);  // every warp has read x
-        if (staged_end >= 0) {
-          staging = walk.rows_together();
-          row = lane_row(launch, walk, lane);
-        }
+        const int staging = walk.rows_together();
         staged = rows.first;
         staged_end = staged + staging;
-        stage_rows<T, E, kFp8X>(params, row, staging, warp, x, units);
+        stage_rows<T, E, kFp8X>(params, lane_rows.from(walk, lane), staging, warp, x, units);
         ptx::named_barrier_sync(2, kThreads);  // x is whole
       }
       // For ldmatrix the row of x that a thread addresses, for fp8 its own columns of a row. Rows
@@ -79,7 +84,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     if (chunk >= launch.chunks) {  // of others' columns alone
       if (launch.all_wait) {
         shared.sums.wait_free(item);
-        shared.sums.arrive_done(item, lane);
+        shared.sums.arrive_done(item);
       }
       continue;
     }
@@ -110,7 +115,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
                             (chunk * kBoxes + box) * kBoxCols<kFormat> * 2, whole, lane);
       }
       __syncwarp();  // every lane has read the stage
-      if (lane == 0) requests.next(ring + stage * kChunkBytes, &shared.full[warp][stage]);
+      if (lane == 0) ptx::mbarrier_arrive(&shared.free[warp][stage]);
       if (++stage == params.stages) {
         stage = 0;
         parity ^= 1;
@@ -125,8 +130,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       const int m = lane % 4 * 2 + i % 2;
       if (m < rows.count) mine[m * kStripRows + lane / 4 + i / 2 * 8] = sums[i];
     }
-    __syncwarp();  // the sums of every lane are written
-    shared.sums.arrive_done(item, lane);
+    shared.sums.arrive_done(item);
   }
   clear_rows<T>(launch.grouped);
 #endif
@@ -181,6 +185,7 @@ Sizes sizes_of(const GroupedGemmParams& params) {
                                                  : kChunkCols<WeightFormat::kDense>),
                      .by_blocks = device::Divisor::of(blocks),
                      .by_items = device::Divisor::of(p.N / kStripRows / paired)};
+  launch.by_chunks = device::Divisor::of(launch.chunks);
   launch.all_wait = all_wait(launch.chunks, paired);
   // Rows of x start in different banks: 16 bytes apart for ldmatrix, 32 for two words a thread.
   const int pitch = round_up(p.K, kPieceCols) * 2 + (fp8 ? 32 : 16);
@@ -203,10 +208,13 @@ Sizes sizes_of(const GroupedGemmParams& params) {
 template <class T, class E, WeightFormat kFormat, bool kFp8X>
 void launch(const GroupedGemmParams& params, Stream stream) {
   const Sizes sizes = sizes_of(params);
+  const int pieces = ceil_div(params.gemm.K, kPieceCols);
   const GroupedStripsParams launched{.launch = sizes.launch,
                                      .weight = strips_map<kFormat>(params),
                                      .pitch = sizes.pitch,
-                                     .stages = sizes.stages};
+                                     .pieces = pieces,
+                                     .stages = sizes.stages,
+                                     .by_pieces = device::Divisor::of(pieces)};
   constexpr auto kKernel = grouped_strips_kernel<T, E, kFormat, kFp8X>;
   device::launch_chained<kKernel>(dim3(device::multiprocessors()), dim3(kStripThreads),
                                   sizes.bytes, stream, launched, "grouped_linear: strips");

@@ -2,7 +2,7 @@
 #include <cuda.h>
 
 #include "device/ptx/tensor_copy.cuh"
-#include "kernels/gemm_grouped_walk.cuh"
+#include "kernels/gemm_grouped_walk_warps.cuh"
 #include "kernels/gemm_strips_sm90.cuh"
 
 /// What a warp of the strips kernel does where weights are experts': how the weight comes, and x.
@@ -18,7 +18,9 @@ struct GroupedStripsParams {
   StripLaunch launch;
   CUtensorMap weight;   // [experts, N, K]
   std::int32_t pitch;   // bytes of a row of x in shared memory
+  std::int32_t pieces;  // of a row of x
   std::int32_t stages;  // of a warp's ring
+  device::Divisor by_pieces;
 };
 
 // ---- Shared memory ------------------------------------------------------------------------------
@@ -26,32 +28,24 @@ struct GroupedStripsParams {
 /// Fixed parts; before them the rings, after them sums, x [row_tile][pitch], units, lists of tiles.
 struct alignas(128) GroupedStripsShared {
   std::uint64_t full[kWarps][kRingStages];  // a chunk is in
+  std::uint64_t free[kWarps][kRingStages];  // it is multiplied
   SumBarriers sums;
 };
 
 // ---- Phases -------------------------------------------------------------------------------------
 
+/// Asks for a chunk.
 template <WeightFormat kFormat>
-struct ExpertRequests {
-  const GroupedStripsParams& params;
-  std::uint64_t policy;
-  WarpChunks at;
-
-  __device__ ExpertRequests(const GroupedStripsParams& params, const StripWalk& walk, int warp)
-      : params(params), policy(ptx::evict_first()), at(walk, warp) {}
-
-  /// Asks for the next chunk.
-  __device__ void next(char* to, std::uint64_t* full) {
-    if (at.walk.strips == 0) return;
-    ptx::mbarrier_expect(full, kChunkBytes);
-    const int row = at.walk.weight_row(), expert = at.walk.rows().expert;
+__device__ __forceinline__ void request_chunk(const GroupedStripsParams& params,
+                                              const ChunkSteps& at, char* to, std::uint64_t* full,
+                                              std::uint64_t policy) {
+  ptx::mbarrier_expect(full, kChunkBytes);
+  const int row = at.weight_row(), expert = at.tile->expert;
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box)
-      ptx::copy_tensor_4d(to + box * kBoxBytes, &params.weight, full,
-                          (at.chunk * kBoxes + box) * kBoxCols<kFormat>, row, expert, 0, policy);
-    at.next();
-  }
-};
+  for (int box = 0; box < kBoxes; ++box)
+    ptx::copy_tensor_4d(to + box * kBoxBytes, &params.weight, full,
+                        (at.chunk * kBoxes + box) * kBoxCols<kFormat>, row, expert, 0, policy);
+}
 
 /// Up to kCount pieces of rows of x, kWarps apart, of `all`, to shared memory in E, zero from K on.
 /// `row` is the row of x that the lane's row of y is made of.
@@ -59,15 +53,17 @@ template <class T, class E, bool kFp8X, int kCount>
 __device__ __forceinline__ void stage_pieces(const GroupedStripsParams& params, int first, int all,
                                              int row, char* to, float* units) {
   const GemmParams& p = params.launch.grouped.gemm;
-  const int lane = threadIdx.x % 32, of_row = ceil_div(p.K, kPieceCols);
+  const int lane = threadIdx.x % 32;
   std::uint32_t pairs[kCount][4];
+  int rows[kCount], pieces[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int piece = min(first + i * kWarps, all - 1);
-    const int at = piece % of_row * kPieceCols + lane * 8;
+    rows[i] = params.by_pieces.divide(piece);
+    pieces[i] = piece - rows[i] * params.pieces;
+    const int at = pieces[i] * kPieceCols + lane * 8;
     const char* from = static_cast<const char*>(p.x.data) +
-                       (device::from_lane(row, piece / of_row) * p.x.stride_row + at) *
-                           (kFp8X ? 1 : 2);
+                       (device::from_lane(row, rows[i]) * p.x.stride_row + at) * (kFp8X ? 1 : 2);
     uint4 raw{};
     if (at < p.K) {
       if constexpr (kFp8X) {
@@ -81,7 +77,6 @@ __device__ __forceinline__ void stage_pieces(const GroupedStripsParams& params, 
   }
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const int piece = min(first + i * kWarps, all - 1), m = piece / of_row;
     std::uint32_t(&of)[4] = pairs[i];
     if constexpr (kFp8X) {
       std::uint32_t low[2], high[2];
@@ -97,10 +92,10 @@ __device__ __forceinline__ void stage_pieces(const GroupedStripsParams& params, 
         const float2 two = device::floats_of(device::as_pair<T>(of[j]));
         of[j] = device::as_bits(__floats2half2_rn(two.x * unit.inverse, two.y * unit.inverse));
       }
-      if (lane == 0) units[piece % of_row * params.launch.row_tile + m] = unit.unit;
+      if (lane == 0) units[pieces[i] * params.launch.row_tile + rows[i]] = unit.unit;
     }
-    const int at = piece % of_row * kPieceCols + lane * 8;
-    *reinterpret_cast<uint4*>(to + m * params.pitch + at * 2) = {of[0], of[1], of[2], of[3]};
+    char* at = to + rows[i] * params.pitch + (pieces[i] * kPieceCols + lane * 8) * 2;
+    *reinterpret_cast<uint4*>(at) = {of[0], of[1], of[2], of[3]};
   }
 }
 
@@ -109,7 +104,7 @@ template <class T, class E, bool kFp8X>
 __device__ __forceinline__ void stage_rows(const GroupedStripsParams& params, int row, int count,
                                            int warp, char* to, float* units) {
   constexpr int kTogether = 4;
-  const int all = count * ceil_div(params.launch.grouped.gemm.K, kPieceCols);
+  const int all = count * params.pieces;
   if (all <= kWarps) {
     if (warp < all) stage_pieces<T, E, kFp8X, 1>(params, warp, all, row, to, units);
   } else {

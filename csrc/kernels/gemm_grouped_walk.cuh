@@ -1,18 +1,19 @@
 #pragma once
 #include "device/divisor.cuh"
-#include "device/ptx/mbarrier.cuh"
 #include "kernels/gemm_grouped_launch.cuh"
 #include "kernels/gemm_strip_sums.cuh"
 
 /// What kernels share that stream strips of 16 weight rows of experts: which strips are a block's,
-/// whose rows of x meet them, and where the sums go.
+/// and whose rows of x meet them.
 namespace ridgeline::gemm_grouped {
 
 using namespace gemm_strips;
 
-constexpr int kFinishers = 4;  // warps that add up sums, each those of an item by turns
-constexpr int kHeld = 4;       // times 32 experts that a walk has in registers
-constexpr int kStripThreads = kThreads + kFinishers * device::kWarpSize;
+constexpr int kFinishers = 4;   // warps that add up sums, each those of an item by turns
+constexpr int kRequesters = 4;  // warps that ask for weights, each for every kRequesters-th ring
+constexpr int kHeld = 4;        // times 32 experts that a walk has in registers
+constexpr int kStripWarps = kWarps + kFinishers + kRequesters;
+constexpr int kStripThreads = kStripWarps * device::kWarpSize;
 
 struct StripLaunch {
   GroupedGemmParams grouped;
@@ -22,7 +23,7 @@ struct StripLaunch {
   std::int32_t chunks;    // of a strip
   std::int32_t listed;    // row tiles that a block may come to
   std::int32_t all_wait;  // warps wait for the sums of strips that they have no columns of, too
-  device::Divisor by_blocks, by_items;
+  device::Divisor by_blocks, by_items, by_chunks;
 };
 
 /// Rows [first, first + count) of y, of one expert.
@@ -30,44 +31,8 @@ struct RowTile {
   std::int32_t expert, first, count;
 };
 
-// ---- Shared memory ------------------------------------------------------------------------------
-
-struct SumBarriers {
-  std::uint64_t done[kFinishers];  // the warps have left their sums of an item, ...
-  std::uint64_t free[kFinishers];  // ... which are added up
-
-  /// One thread calls it.
-  __device__ void init(const StripLaunch& launch) {
-#pragma unroll
-    for (int i = 0; i < kFinishers; ++i) {
-      ptx::mbarrier_init(&done[i], (launch.all_wait ? kWarps : min(launch.chunks, kWarps)) *
-                                       launch.paired);
-      ptx::mbarrier_init(&free[i], 1);
-    }
-  }
-
-  // A barrier has two phases to tell apart, and a warp that passed over one would take another for
-  // it. Where all_wait, every warp calls both for every strip, with sums of it or none.
-  __device__ void wait_free(int item) {
-    ptx::mbarrier_wait(&free[item % kFinishers], item / kFinishers % 2 ^ 1);
-  }
-  __device__ void arrive_done(int item, int lane) {
-    if (lane == 0) ptx::mbarrier_arrive(&done[item % kFinishers]);
-  }
-};
-
-/// Not where a warp's chunks are so many items apart that its strips use the same barriers in each
-/// of their phases. H200, lab, one token of 128 experts, int4, 2048 x 1536 9.2 us and 8.8, 768 x
-/// 2048 7.7 and 7.1.
-inline bool all_wait(int chunks, int paired) {
-  return chunks < kWarps && (kWarps % chunks != 0 || kWarps / chunks > kFinishers * paired);
-}
-
-inline int bytes_of_sums(const StripLaunch& launch) {
-  return kFinishers * launch.paired * kWarps * kStripRows * launch.row_tile * 4;
-}
 inline int bytes_of_lists(const StripLaunch& launch) {
-  return kStripThreads / device::kWarpSize * launch.listed * static_cast<int>(sizeof(RowTile));
+  return kStripWarps * launch.listed * static_cast<int>(sizeof(RowTile));
 }
 
 /// How many row tiles a block may come to, of so many blocks.
@@ -199,30 +164,24 @@ struct StripWalk {
   }
 };
 
-/// The row of x that the lane's of the rows of y from the walk's tile on is made of; it is asked
-/// for ahead of the weights, which take longer.
-__device__ __forceinline__ int lane_row(const StripLaunch& launch, const StripWalk& walk,
-                                        int lane) {
-  if (walk.strips == 0) return 0;
-  const auto last = static_cast<std::int32_t>(launch.grouped.gemm.M) - 1;
-  return static_cast<int>(row_of_x(launch.grouped, min(walk.rows().first + lane, last)));
-}
+/// The rows of x that the lane's of the rows of y are made of. Those of the first 32 are asked for
+/// with the experts' rows, on one trip to memory; nothing looks at them before the walk does.
+struct LaneRows {
+  const GroupedGemmParams& params;
+  int early;
 
-/// Chunks that one warp takes: kWarps apart over all strips of the block. `chunk` is of the walk's
-/// strip, or of one after it.
-struct WarpChunks {
-  StripWalk walk;
-  int chunk;
+  __device__ LaneRows(const GroupedGemmParams& params, int lane)
+      : params(params), early(of(min(lane, last()))) {}
 
-  __device__ WarpChunks(const StripWalk& walk, int warp) : walk(walk), chunk(warp) { find_strip(); }
+  __device__ int last() const { return static_cast<int>(params.gemm.M) - 1; }
+  __device__ int of(int row) const { return params.rows ? params.rows[row] : row; }
 
-  __device__ void next() {
-    chunk += kWarps;
-    find_strip();
-  }
-  __device__ void find_strip() {
-    for (; chunk >= walk.launch.chunks && walk.strips > 0; walk.next())
-      chunk -= walk.launch.chunks;
+  /// Of the lane's of the rows of y from the walk's tile on.
+  __device__ int from(const StripWalk& walk, int lane) const {
+    if (walk.strips == 0) return 0;
+    const int at = min(walk.rows().first + lane, last());
+    const int row = last() < device::kWarpSize ? device::from_lane(early, at) : of(at);
+    return row < 0 || row >= params.x_rows ? 0 : row;
   }
 };
 
@@ -234,72 +193,6 @@ __device__ __forceinline__ void clear_rows(const GroupedGemmParams& params) {
   for (std::int64_t i = begin + std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
        i < p.M * p.out_cols(); i += std::int64_t{gridDim.x} * kThreads)
     static_cast<T*>(p.y)[i] = device::from_float<T>(0.0f);
-}
-
-// ---- Sums ---------------------------------------------------------------------------------------
-
-/// Sums in shared memory: [item % kFinishers][strip of the item][warp][row of x][weight row]. Those
-/// of the block's strip `strip`.
-__device__ __forceinline__ float* sums_of(float* sums, const StripLaunch& launch, int strip) {
-  return sums + (strip & (kFinishers * launch.paired - 1)) * kWarps * kStripRows * launch.row_tile;
-}
-
-/// The warps' sums of a strip, the warp first that has its first columns: wherever the strip is in
-/// its block, the order is one.
-__device__ __forceinline__ float total_of_turns(const float* of_strip, int each, int chunks,
-                                                int strip, int i) {
-  const int first = strip * chunks % kWarps;
-  float total = 0.0f;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w)
-    if (w < chunks) total += of_strip[(first + w) % kWarps * each + i];
-  return total;
-}
-
-/// What a warp does that adds up: the outputs of the block's items, every kFinishers-th of them.
-template <class T>
-__device__ void finish_items(StripWalk walk, SumBarriers& barriers, float* sums, int finisher) {
-  const StripLaunch& launch = walk.launch;
-  const GemmParams& p = launch.grouped.gemm;
-  const int each = kStripRows * launch.row_tile, chunks = launch.chunks;
-  const int paired = launch.paired, lane = threadIdx.x % 32;
-  const auto skip = [&](int items) {
-    for (int i = 0; i < items * paired; ++i) walk.next();
-  };
-  skip(finisher);
-  int tile = -1;
-  RowTile rows{};
-  float x_scale = 1.0f;  // of the lane's row of the tile
-  for (int item = finisher; walk.strips > 0; item += kFinishers, skip(kFinishers)) {
-    if (walk.tile != tile) {
-      rows = walk.rows();
-      if (p.x.scale && lane < rows.count)
-        x_scale =
-            p.x.scale[p.x.scale_per_row ? row_of_x(launch.grouped, rows.first + lane) : 0];
-    }
-    tile = walk.tile;
-    const int n = walk.weight_row() + lane % kStripRows, strip = item * paired;
-    GemmParams of = of_expert<T>(launch.grouped, rows.expert);
-    Operands own, up;
-    load_of_column<T>(own, of, n);
-    if (paired == 2) load_of_column<T>(up, of, n + p.N / 2);
-    const float* of_own = sums_of(sums, launch, strip);
-    const float* of_up = sums_of(sums, launch, strip + 1);
-    ptx::mbarrier_wait(&barriers.done[finisher], item / kFinishers % 2);
-    for (int first = 0; first < rows.count * kStripRows; first += device::kWarpSize) {
-      const int i = first + lane, m = rows.first + i / kStripRows;
-      own.x_scale = up.x_scale = device::from_lane(x_scale, i / kStripRows);
-      if (i >= rows.count * kStripRows) continue;
-      const float sum = total_of_turns(of_own, each, chunks, strip, i);
-      if (paired == 2) {
-        finish_gated<T>(p, own, up, sum, total_of_turns(of_up, each, chunks, strip + 1, i), m, n);
-      } else {
-        finish<T>(p, own, sum, m, n);
-      }
-    }
-    __syncwarp();  // every lane has read the sums
-    if (lane == 0) ptx::mbarrier_arrive(&barriers.free[finisher]);
-  }
 }
 
 }  // namespace ridgeline::gemm_grouped
