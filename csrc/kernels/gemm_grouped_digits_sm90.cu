@@ -10,6 +10,11 @@ namespace {
 
 constexpr int kMostTileRows = 2 * kTokens;  // of x that a strip meets at a time
 
+/// The warps that ask for weights find them, and the first of those tells the others: where all
+/// did, the way to the first weights took longer. H200, lab, one token, 2048 x 1536 7.6 us and 7.3,
+/// 768 x 2048 6.1 and 5.8; but fp8 strips of the former 9.0 and 9.1.
+constexpr int kFound = 3, kFoundThreads = kStripThreads - (kRequesters - 1) * device::kWarpSize;
+
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: a block an SM. As the digits kernel (gemm_digits_sm90.cu), of strips of one expert after
@@ -50,9 +55,12 @@ __global__ void __launch_bounds__(kStripThreads, 1)
   ptx::fence_mbarrier_init();
   __syncthreads();               // the barriers are made
   ptx::wait_for_dependencies();  // which weights are read is what the kernels ahead decide
-  const LaneRows lane_rows(launch.grouped, lane);
-  StripWalk walk(launch, lists + warp * launch.listed, lane);
-  if (warp >= kWarps + kFinishers) {
+  if (const int requester = warp - kWarps - kFinishers; requester >= 0) {
+    const StripWalk walk(launch, lists + requester * launch.listed, lane);
+    if (requester == 0) {
+      if (lane == 0) barriers.share = {walk.strips, walk.item};
+      ptx::named_barrier_arrive(kFound, kFoundThreads);
+    }
     if (lane != 0) return;
     const std::uint64_t policy = ptx::evict_first();
     const auto request = [&](const ChunkSteps& at, int to, int stage, int parity) {
@@ -60,8 +68,11 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       request_chunk(params, at, memory + (to * kRingStages + stage) * digits.stage_bytes,
                     &barriers.full[to][stage], policy);
     };
-    return request_chunks(walk, warp - kWarps - kFinishers, kRingStages, request);
+    return request_chunks(walk, requester, kRingStages, request);
   }
+  const LaneRows lane_rows(launch.grouped, lane);
+  ptx::named_barrier_sync(kFound, kFoundThreads);  // the block's share and its tiles are there
+  StripWalk walk(launch, lists, barriers.share);
   if (warp >= kWarps) return finish_items<T>(walk, barriers.sums, sums_at, warp - kWarps);
 
   int stage = 0, parity = 0, tile = -1, staged = 0, staged_end = -1;
@@ -128,7 +139,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         const std::int64_t scales = rows.expert * launch.grouped.stride_scales + n;
         const std::int64_t row = row_of_x(launch.grouped, rows.first + i / kStripRows);
         mine[i] += products_not_finite<T>(
-            p, strip_of(launch.grouped, rows.expert, walk.weight_row()),
+            p, strip_of(params, rows.expert, walk.weight_row()),
             static_cast<const T*>(p.weight.scales) + scales,
             p.weight.zeros ? p.weight.zeros + scales : nullptr,
             static_cast<const T*>(p.x.data) + row * p.x.stride_row, n, turn * kChunkCols,
@@ -201,7 +212,7 @@ Sizes sizes_of(const GroupedGemmParams& params) {
     launch.listed = most_listed(params, rows, device::multiprocessors());
     return static_cast<std::int64_t>(sizeof(GroupedBarriers)) + bytes_of_sums(launch) +
            round_up(blocks * rows, 2) * sizeof(Span) + blocks * block_bytes(rows) +
-           bytes_of_lists(launch);
+           bytes_of_lists(launch, kRequesters);
   };
   int rows = static_cast<int>(std::min<std::int64_t>(p.M, kMostTileRows));
   while (rows > 1 && fixed(rows) + kRingStages * of_ring > kMostBytes) --rows;
@@ -219,6 +230,11 @@ void launch(const GroupedGemmParams& params, Stream stream) {
   digits.chunks = sizes.launch.chunks;
   digits.group_shift = group_shift(p);
   const int groups = kChunkCols >> digits.group_shift;
+  launched.strip_bytes = ceil_div(p.K, Int4Layout::kCols) * Int4Layout::kWords * 4;
+  launched.groups = groups;
+  launched.scale_bytes = groups * (kScaleBytes + (p.weight.zeros ? kZeroBytes : 0));
+  launched.by_group =
+      device::Divisor::of(ceil_div(std::min(p.weight.group, p.K), kChunkCols));
   digits.scales = scales_map(p.weight.scales, 2, params, groups);
   if (p.weight.zeros) digits.zeros = scales_map(p.weight.zeros, 1, params, groups);
   digits.zeros_at = kChunkBytes + round_up(groups * kScaleBytes, 128);
@@ -237,13 +253,20 @@ void launch_spans(const GroupedGemmParams& params, Stream stream) {
   launch<T, 1>(params, stream);
 }
 
-}  // namespace
+/// Rows an expert in the mean, at most: two fewer than a strip meets at a time, for the weights of
+/// an expert that has more go by twice. H200, lab, by turns, us, by expansion and so: 8 and 12
+/// tokens of 2 of 8 experts of 14336 x 4096, of which four rows fit, 65.1 66.5 and 58.0 69.7, 24 of
+/// 4096 x 28672 153 and 129, 48 of 8 of 128 experts of 2048 x 1536 71.8 and 61.1.
+int most_mean_rows(GroupedGemmParams params) {
+  params.gemm.M = std::max<std::int64_t>(params.gemm.M, kMostTileRows);
+  return std::max(sizes_of(params).launch.row_tile - 2, 2);
+}
 
-/// Few rows an expert, of which a strip of one meets all: H200, us, 16 tokens of top 2 in 8 experts
-/// of 4096 x 28672 162 so, 156 by expansion. Strips of few chunks have less for a warp to do: 16
-/// and 32 tokens of 128 experts of 2048 x 1536 44.9 and 69.3, 52.1 and 64.7; and of two chunks each
-/// 1 and 2 tokens of 768 x 2048 6.9 and 10.4, 8.0 and 9.4.
-constexpr int kMeanRows = 2, kMeanRowsOfFew = 1, kFewChunks = 4, kFewestChunks = 2;
+/// Strips of two or three chunks leave warps without one. 1 and 2 tokens of 768 x 2048 7.4 8.1 and
+/// 5.9 8.4.
+constexpr int kFewChunks = 4, kFewestChunks = 2;
+
+}  // namespace
 
 bool is_for_digits(const GroupedGemmParams& params) {
   const GemmParams& p = params.gemm;
@@ -251,9 +274,8 @@ bool is_for_digits(const GroupedGemmParams& params) {
   const int group = p.weight.group, chunks = ceil_div(p.K, kChunkCols);
   const bool divides = group % Int4Layout::kCols == 0 && kChunkCols % group == 0;
   if (!divides && group % kChunkCols != 0 && group < p.K) return false;
-  const std::int64_t most = chunks >= kWarps ? kMeanRows : kMeanRowsOfFew;
   return chunks >= (p.M <= kMostTileRows ? kFewestChunks : kFewChunks) &&
-         p.M <= most * params.experts &&
+         p.M <= std::int64_t{most_mean_rows(params)} * params.experts &&
          sizes_of(params).bytes <= kMostBytes;
 }
 

@@ -16,6 +16,10 @@ constexpr int kRingStages = 2;  // of a warp: with three 4 tokens of 2048 x 1536
 struct GroupedDigitsParams {
   DigitsParams digits;  // its M: rows of x that shared memory has room for
   StripLaunch launch;
+  std::int32_t strip_bytes;  // of the weight
+  std::int32_t groups;       // of a chunk, whose scales and zero points are scale_bytes
+  std::int32_t scale_bytes;
+  device::Divisor by_group;  // chunks of a group
 };
 
 // ---- Shared memory ------------------------------------------------------------------------------
@@ -25,16 +29,17 @@ struct GroupedBarriers {
   std::uint64_t full[kWarps][kRingStages];  // a chunk and its scales are in
   std::uint64_t free[kWarps][kRingStages];  // they are multiplied
   SumBarriers sums;
+  Share share;
 };
 
 // ---- Weights ------------------------------------------------------------------------------------
 
 /// Where an expert's strip begins.
-__device__ __forceinline__ const char* strip_of(const GroupedGemmParams& p, int expert,
+__device__ __forceinline__ const char* strip_of(const GroupedDigitsParams& params, int expert,
                                                 int weight_row) {
-  const std::int64_t blocks = ceil_div(p.gemm.K, Int4Layout::kCols);
+  const GroupedGemmParams& p = params.launch.grouped;
   return static_cast<const char*>(p.gemm.weight.data) + expert * p.stride_expert +
-         weight_row / kStripRows * blocks * Int4Layout::kWords * 4;
+         std::int64_t{static_cast<unsigned>(weight_row) / kStripRows} * params.strip_bytes;
 }
 
 /// Asks for a chunk and its scales.
@@ -42,17 +47,13 @@ __device__ __forceinline__ void request_chunk(const GroupedDigitsParams& params,
                                               const ChunkSteps& at, char* to, std::uint64_t* full,
                                               std::uint64_t policy) {
   const DigitsParams& digits = params.digits;
-  const GemmWeight& weight = digits.gemm.weight;
-  const int blocks = ceil_div(digits.gemm.K, Int4Layout::kCols), chunk = at.chunk;
-  const int row = at.weight_row(), expert = at.tile->expert;
-  const int bytes = min(kChunkBytes, blocks * 512 - chunk * kChunkBytes);
-  const int groups = kChunkCols >> digits.group_shift;
-  ptx::mbarrier_expect(full, bytes + groups * (kScaleBytes + (weight.zeros ? kZeroBytes : 0)));
-  ptx::copy_bulk(to, strip_of(params.launch.grouped, expert, row) + chunk * kChunkBytes, bytes,
-                 full, policy);
-  const int group = weight.group <= kChunkCols ? chunk * groups : chunk * kChunkCols / weight.group;
+  const int row = at.weight_row(), expert = at.tile->expert, first = at.chunk * kChunkBytes;
+  const int bytes = min(kChunkBytes, params.strip_bytes - first);
+  ptx::mbarrier_expect(full, bytes + params.scale_bytes);
+  ptx::copy_bulk(to, strip_of(params, expert, row) + first, bytes, full, policy);
+  const int group = params.by_group.divide(at.chunk * params.groups);
   ptx::copy_tensor_4d(to + kChunkBytes, &digits.scales, full, row, group, expert, 0, policy);
-  if (weight.zeros)
+  if (digits.gemm.weight.zeros)
     ptx::copy_tensor_4d(to + digits.zeros_at, &digits.zeros, full, row, group, expert, 0, policy);
 }
 

@@ -193,7 +193,8 @@ Sizes sizes_of(const GroupedGemmParams& params) {
     launch.row_tile = rows;
     launch.listed = most_listed(params, rows, blocks);
     return std::int64_t{sizeof(GroupedStripsShared)} + bytes_of_sums(launch) +
-           std::int64_t{rows} * (pitch + (units ? launch.chunks * 4 : 0)) + bytes_of_lists(launch);
+           std::int64_t{rows} * (pitch + (units ? launch.chunks * 4 : 0)) +
+           bytes_of_lists(launch, kStripWarps);
   };
   constexpr int kStageBytes = kWarps * kChunkBytes;
   int rows = static_cast<int>(std::min<std::int64_t>(p.M, kTokens));
@@ -230,15 +231,16 @@ void launch_strips_of(const GroupedGemmParams& params, Stream stream) {
   launch<T, __half, WeightFormat::kFp8, false>(params, stream);
 }
 
-/// Rows an expert in the mean, at most, of which a strip of one meets all. H200, lab, us, by tiles
-/// and so: fp8 by bf16, 1, 4, 8, 16 tokens of 2 of 8 experts of 14336 x 4096 56.7, 107.6, 112.8,
-/// 120.8 and 31.5, 78.6, 99.4, 134. fp8 by fp8 needs no expansion: its tiles are too few for the
-/// SMs where strips are long, 4 tokens of the same 104 and 95; of 2048 x 1536 1, 8 and 32 tokens of
-/// 8 of 128 experts 10.5, 39.9, 80.7 and 10.2, 39.2, 83.4, of 768 x 2048 one 6.7 and 7.2.
-int most_mean_rows(const GemmParams& p) {
-  constexpr int kShortStrip = 2048, kLongStrip = 8192;
-  if (p.x.dtype != DType::kFloat8E4M3 || p.K >= kLongStrip) return 2;
-  return p.K >= kShortStrip ? 1 : 0;
+/// Rows an expert in the mean, at most: two fewer than a strip meets at a time, for the weights of
+/// an expert that has more go by twice. H200, lab, by turns, us, by tiles and so, fp8 by bf16: 12
+/// and 16 tokens of 2 of 8 experts of 14336 x 4096, of which five rows fit, 118 120 and 111 138, 24
+/// of 4096 x 28672 279 and 219, 48 of 8 of 128 experts of 2048 x 1536 108 and 94.7. fp8 by fp8 needs
+/// no expansion: 32 and 48 tokens of 768 x 2048 45.1 51.3 and 43.6 52.6.
+int most_mean_rows(GroupedGemmParams params) {
+  constexpr int kFewest = 2;
+  if (params.gemm.x.dtype == DType::kFloat8E4M3) return kFewest;
+  params.gemm.M = std::max<std::int64_t>(params.gemm.M, kTokens);
+  return std::max(sizes_of(params).launch.row_tile - 2, kFewest);
 }
 
 }  // namespace
@@ -247,7 +249,7 @@ bool is_for_strips(const GroupedGemmParams& params) {
   const GemmParams& p = params.gemm;
   return p.weight.format != WeightFormat::kInt4 && !p.batch_invariant &&
          params.offsets != nullptr && p.residual == nullptr &&
-         p.M <= std::int64_t{most_mean_rows(p)} * params.experts &&
+         p.M <= std::int64_t{most_mean_rows(params)} * params.experts &&
          p.N % (is_gated(p.activation) ? 2 * kStripRows : kStripRows) == 0 &&
          sizes_of(params).stages >= kFewStages;
 }

@@ -11,7 +11,7 @@ namespace ridgeline::gemm_grouped {
 // ---- Constants ----------------------------------------------------------------------------------
 
 constexpr int kRingStages = 4;   // of a warp, at most; of few bytes ...
-constexpr int kFewStages = 2;    // ... so many, with which the next kernel's block fits beside
+constexpr int kFewStages = 2;    // ... so many: fp8 768 x 2048, one token, 6.7 us, with three 7.2
 constexpr int kPieceCols = 256;  // of a row of x that a warp stages at a time, 8 a lane
 
 struct GroupedStripsParams {

@@ -31,8 +31,9 @@ struct RowTile {
   std::int32_t expert, first, count;
 };
 
-inline int bytes_of_lists(const StripLaunch& launch) {
-  return kStripWarps * launch.listed * static_cast<int>(sizeof(RowTile));
+/// Of so many warps.
+inline int bytes_of_lists(const StripLaunch& launch, int warps) {
+  return warps * launch.listed * static_cast<int>(sizeof(RowTile));
 }
 
 /// How many row tiles a block may come to, of so many blocks.
@@ -44,6 +45,12 @@ inline int most_listed(const GroupedGemmParams& params, int row_tile, int blocks
 
 // ---- Work ---------------------------------------------------------------------------------------
 
+/// What a warp tells the others of its block: how many strips it has, and which item of the list's
+/// first tile is the first.
+struct alignas(16) Share {
+  std::int32_t strips, item;
+};
+
 /// A block's strips, one after the other: all strips of a row tile, then those of the next. All
 /// strips that have rows are dealt evenly to the blocks.
 struct StripWalk {
@@ -52,6 +59,9 @@ struct StripWalk {
   int strips;            // that are left
   int tile = 0, item;    // of `tiles`, of its items
   bool up = false;
+
+  __device__ StripWalk(const StripLaunch& launch, const RowTile* list, const Share& share)
+      : launch(launch), tiles(list), strips(share.strips), item(share.item) {}
 
   /// All lanes of a warp call it, with a list of its own: the way to the first weights is what few
   /// rows wait for, and a table of all experts in shared memory would be one more trip. Each lane
@@ -71,14 +81,14 @@ struct StripWalk {
       held_tiles += device::count_lanes(held_rows[i] > 0);
     }
     several = device::any_lane(several);
-    if (several) held_tiles = count_tiles(lane);
+    if (several) [[unlikely]] held_tiles = count_tiles(lane);
     const int all = held_tiles * launch.items;
     const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
     const int share = launch.by_blocks.divide(all), rest = all - share * blocks;
     const int first = block * share + min(block, rest), count = share + (block < rest ? 1 : 0);
     const int first_tile = launch.by_items.divide(first);
     const int end_tile = launch.by_items.divide(first + count + launch.items - 1);
-    if (several) {
+    if (several) [[unlikely]] {
       list_tiles(list, first_tile, end_tile, lane);
     } else {
       int at = -first_tile;  // of these 32 experts' first tile
