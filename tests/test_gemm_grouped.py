@@ -83,7 +83,7 @@ def test_few_rows_of_any_experts(experts: int, kind: str, device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
-@pytest.mark.parametrize("K", [640, 1536, 4608, 8192])
+@pytest.mark.parametrize("K", [640, 1152, 1536, 4608, 8192])
 def test_chunks_of_few_rows_go_round_the_warps(K: int, kind: str, gated: bool) -> None:
     """Strips of 2 to 64 chunks, fewer than the warps that ask for them and more; blocks have two or
     three, of one expert and of the next."""

@@ -28,18 +28,19 @@ struct XOfLane {
   }
 };
 
-/// 512 columns of a strip. sums[tile]: rows lane / 4 and the eighth after it of the weight, by row
-/// lane % 4 of the tile of x. Of one tile the products of four spans go on side by side, and
-/// nothing branches between them: one after the other a chunk took 0.6 us, most of it latency. Two
-/// tiles have as many products one after the other: eight rows of 4096 x 28672 23.4 us, so 23.9.
-template <class T, int kSpan, int kTiles>
+/// kBlocks times 64 columns of a strip. sums[tile]: rows lane / 4 and the eighth after it of the
+/// weight, by row lane % 4 of the tile of x. Of one tile the products of four spans go on side by
+/// side, and nothing branches between them: one after the other a chunk took 0.6 us, most of it
+/// latency. Two tiles have as many products one after the other: eight rows of 4096 x 28672 23.4
+/// us, so 23.9.
+template <class T, int kSpan, int kBlocks = kChunkBlocks, int kTiles>
 __device__ __forceinline__ void multiply_chunk(const DigitsParams& params, const char* stage,
                                                const XOfLane<kTiles>& x, int chunk,
                                                float (&sums)[kTiles][2], int lane) {
-  constexpr int kAbreast = kTiles == 1 ? 4 : 1;  // spans
+  constexpr int kSpans = kBlocks / kSpan, kAbreast = kTiles > 1 ? 1 : kSpans % 4 == 0 ? 4 : 3;
   const int rows = static_cast<int>(params.gemm.M);
 #pragma unroll
-  for (int first = 0; first < kChunkBlocks / kSpan; first += kAbreast) {
+  for (int first = 0; first < kSpans; first += kAbreast) {
     float zero[kAbreast][2];
 #pragma unroll
     for (int i = 0; i < kAbreast; ++i) zero[i][0] = zero[i][1] = Int4Layout::kSymmetricZero;
@@ -64,7 +65,7 @@ __device__ __forceinline__ void multiply_chunk(const DigitsParams& params, const
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
           b[i][tile] = *reinterpret_cast<const uint4*>(
-              x.digits[tile] + (chunk * kChunkBlocks + at) * block_bytes(rows));
+              x.digits[tile] + (chunk * kBlocks + at) * block_bytes(rows));
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half)
@@ -87,12 +88,12 @@ __device__ __forceinline__ void multiply_chunk(const DigitsParams& params, const
 #pragma unroll
     for (int i = 0; i < kAbreast; ++i) {
       const T* scales =
-          reinterpret_cast<const T*>(stage + kChunkBytes + group_of(i) * kScaleBytes) + lane / 4;
+          reinterpret_cast<const T*>(stage + kBlocks * 512 + group_of(i) * kScaleBytes) + lane / 4;
       const float scale[2] = {device::to_float(scales[0]), device::to_float(scales[8])};
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {
         const Span of_x =
-            x.spans[tile][(chunk * (kChunkBlocks / kSpan) + first + i) * rows];
+            x.spans[tile][(chunk * kSpans + first + i) * rows];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int(&c)[4] = acc[i][tile];

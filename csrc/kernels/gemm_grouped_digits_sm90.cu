@@ -22,10 +22,11 @@ constexpr int kFound = 3, kFoundThreads = kStripThreads - (kRequesters - 1) * de
 /// for them. Where a block comes to rows that are not there those that multiply stage them, while
 /// the rings are on their way.
 /// Roofline: the bytes of the weights of the experts that have rows; x comes from L2, once a block.
-template <class T, int kSpan>
+template <class T, int kSpan, int kBlocks>
 __global__ void __launch_bounds__(kStripThreads, 1)
     grouped_digits_kernel(const __grid_constant__ GroupedDigitsParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  constexpr int kCols = kBlocks * Int4Layout::kCols;
   extern __shared__ __align__(1024) char memory[];
   const DigitsParams& digits = params.digits;
   const StripLaunch& launch = params.launch;
@@ -47,7 +48,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
   if (lane == 0 && warp < kWarps) {
     for (int i = 0; i < kRingStages; ++i) {
       ptx::mbarrier_init(&barriers.full[warp][i], 1);
-      ptx::mbarrier_init(&barriers.free[warp][i], 1);
+      ptx::mbarrier_init(&barriers.free[warp][i], device::kWarpSize);
     }
     ptx::prefetch_tensor_map(&digits.scales);
     if (p.weight.zeros) ptx::prefetch_tensor_map(&digits.zeros);
@@ -65,8 +66,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     const std::uint64_t policy = ptx::evict_first();
     const auto request = [&](const ChunkSteps& at, int to, int stage, int parity) {
       ptx::mbarrier_wait(&barriers.free[to][stage], parity);
-      request_chunk(params, at, memory + (to * kRingStages + stage) * digits.stage_bytes,
-                    &barriers.full[to][stage], policy);
+      request_chunk<kBlocks>(params, at, memory + (to * kRingStages + stage) * digits.stage_bytes,
+                             &barriers.full[to][stage], policy);
     };
     return request_chunks(walk, requester, kRingStages, request);
   }
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
   RowTile rows{};
   XOfLane<1> few(x, spans, 1, lane);
   XOfLane<2> more(x, spans, 1, lane);
-  for (int strip = 0, chunk = warp; walk.strips > 0; ++strip, chunk -= digits.chunks, walk.next()) {
+  for (int strip = 0, chunk = warp; walk.strips > 0; ++strip, chunk -= launch.chunks, walk.next()) {
     if (walk.tile != tile) {
       tile = walk.tile;
       rows = walk.rows();
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       more = XOfLane<2>(x + at * kRowBytes, spans + at, rows.count, lane);
     }
     const int item = strip >> (launch.paired - 1), turn = chunk;
-    if (chunk >= digits.chunks) {  // of others' columns alone
+    if (chunk >= launch.chunks) {  // of others' columns alone
       if (launch.all_wait) {
         barriers.sums.wait_free(item);
         barriers.sums.arrive_done(item);
@@ -107,12 +108,11 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     float* mine = sums_of(sums_at, launch, strip) + warp * each;
     const auto multiply = [&]<int kOfTiles>(const XOfLane<kOfTiles>& x_lane) {
       float sums[kOfTiles][2] = {};
-      for (; chunk < digits.chunks; chunk += kWarps) {
+      for (; chunk < launch.chunks; chunk += kWarps) {
         const char* of_chunk = ring + stage * digits.stage_bytes;
         ptx::mbarrier_wait(&barriers.full[warp][stage], parity);
-        multiply_chunk<T, kSpan>(digits, of_chunk, x_lane, chunk, sums, lane);
-        __syncwarp();  // every lane has read the stage
-        if (lane == 0) ptx::mbarrier_arrive(&barriers.free[warp][stage]);
+        multiply_chunk<T, kSpan, kBlocks>(digits, of_chunk, x_lane, chunk, sums, lane);
+        ptx::mbarrier_arrive(&barriers.free[warp][stage]);  // every lane, for what it read
         if (++stage == kRingStages) {
           stage = 0;
           parity ^= 1;
@@ -142,8 +142,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
             p, strip_of(params, rows.expert, walk.weight_row()),
             static_cast<const T*>(p.weight.scales) + scales,
             p.weight.zeros ? p.weight.zeros + scales : nullptr,
-            static_cast<const T*>(p.x.data) + row * p.x.stride_row, n, turn * kChunkCols,
-            kChunkCols, kWarps * kChunkCols);
+            static_cast<const T*>(p.x.data) + row * p.x.stride_row, n, turn * kCols, kCols,
+            kWarps * kCols);
       }
     }
     barriers.sums.arrive_done(item);
@@ -188,9 +188,21 @@ int group_shift(const GemmParams& p) {
   return shift;
 }
 
+/// Blocks of a chunk: three quarters as many where whole ones make K so, and not otherwise. H200,
+/// lab, 768 x 2048, 1 and 16 tokens 5.7 us and 5.4, 27.4 and 25.6.
+int blocks_of(const GemmParams& p) {
+  constexpr int kFewer = kChunkBlocks * 3 / 4, kFewerCols = kFewer * Int4Layout::kCols;
+  const bool fewer = p.K % kFewerCols == 0 && p.K % kChunkCols != 0 && p.weight.group == 128;
+  return fewer ? kFewer : kChunkBlocks;
+}
+
+int groups_of(const GemmParams& p) {
+  return std::max(blocks_of(p) * Int4Layout::kCols >> group_shift(p), 1);
+}
+
 int stage_bytes(const GemmParams& p) {
-  const int groups = kChunkCols >> group_shift(p);
-  return kChunkBytes + round_up(groups * kScaleBytes, 128) +
+  const int groups = groups_of(p);
+  return blocks_of(p) * 512 + round_up(groups * kScaleBytes, 128) +
          (p.weight.zeros ? round_up(groups * kZeroBytes, 128) : 0);
 }
 
@@ -201,13 +213,13 @@ Sizes sizes_of(const GroupedGemmParams& params) {
   StripLaunch launch{.grouped = params,
                      .items = p.N / kStripRows / paired,
                      .paired = paired,
-                     .chunks = ceil_div(p.K, kChunkCols),
+                     .chunks = ceil_div(p.K, blocks_of(p) * Int4Layout::kCols),
                      .by_blocks = device::Divisor::of(device::multiprocessors()),
                      .by_items = device::Divisor::of(p.N / kStripRows / paired)};
   launch.by_chunks = device::Divisor::of(launch.chunks);
   launch.all_wait = all_wait(launch.chunks, paired);
   const auto fixed = [&](int rows) {
-    const int blocks = launch.chunks * kChunkBlocks;
+    const int blocks = ceil_div(p.K, kChunkCols) * kChunkBlocks;
     launch.row_tile = rows;
     launch.listed = most_listed(params, rows, device::multiprocessors());
     return static_cast<std::int64_t>(sizeof(GroupedBarriers)) + bytes_of_sums(launch) +
@@ -220,26 +232,27 @@ Sizes sizes_of(const GroupedGemmParams& params) {
   return {launch, bytes};
 }
 
-template <class T, int kSpan>
+template <class T, int kSpan, int kBlocks>
 void launch(const GroupedGemmParams& params, Stream stream) {
   const Sizes sizes = sizes_of(params);
   const GemmParams& p = params.gemm;
   GroupedDigitsParams launched{.digits = {.gemm = p}, .launch = sizes.launch};
   DigitsParams& digits = launched.digits;
   digits.gemm.M = sizes.launch.row_tile;
-  digits.chunks = sizes.launch.chunks;
+  digits.chunks = ceil_div(p.K, kChunkCols);
+  launched.by_x_chunks = device::Divisor::of(digits.chunks);
   digits.group_shift = group_shift(p);
-  const int groups = kChunkCols >> digits.group_shift;
+  const int groups = groups_of(p);
   launched.strip_bytes = ceil_div(p.K, Int4Layout::kCols) * Int4Layout::kWords * 4;
   launched.groups = groups;
   launched.scale_bytes = groups * (kScaleBytes + (p.weight.zeros ? kZeroBytes : 0));
   launched.by_group =
-      device::Divisor::of(ceil_div(std::min(p.weight.group, p.K), kChunkCols));
+      device::Divisor::of(ceil_div(std::min(p.weight.group, p.K), kBlocks * Int4Layout::kCols));
   digits.scales = scales_map(p.weight.scales, 2, params, groups);
   if (p.weight.zeros) digits.zeros = scales_map(p.weight.zeros, 1, params, groups);
-  digits.zeros_at = kChunkBytes + round_up(groups * kScaleBytes, 128);
+  digits.zeros_at = kBlocks * 512 + round_up(groups * kScaleBytes, 128);
   digits.stage_bytes = stage_bytes(p);
-  constexpr auto kKernel = grouped_digits_kernel<T, kSpan>;
+  constexpr auto kKernel = grouped_digits_kernel<T, kSpan, kBlocks>;
   constexpr auto kName = "grouped_linear: digits";
   device::launch_chained<kKernel>(dim3(device::multiprocessors()), dim3(kStripThreads),
                                   sizes.bytes, stream, launched, kName);
@@ -249,34 +262,35 @@ template <class T>
 void launch_spans(const GroupedGemmParams& params, Stream stream) {
   const GemmParams& p = params.gemm;
   const bool wide = p.weight.group % (2 * Int4Layout::kCols) == 0 || p.weight.group >= p.K;
-  if (wide) return launch<T, 2>(params, stream);
-  launch<T, 1>(params, stream);
+  if (blocks_of(p) < kChunkBlocks) return launch<T, 2, kChunkBlocks * 3 / 4>(params, stream);
+  if (wide) return launch<T, 2, kChunkBlocks>(params, stream);
+  launch<T, 1, kChunkBlocks>(params, stream);
 }
 
-/// Rows an expert in the mean, at most: two fewer than a strip meets at a time, for the weights of
-/// an expert that has more go by twice. H200, lab, by turns, us, by expansion and so: 8 and 12
-/// tokens of 2 of 8 experts of 14336 x 4096, of which four rows fit, 65.1 66.5 and 58.0 69.7, 24 of
-/// 4096 x 28672 153 and 129, 48 of 8 of 128 experts of 2048 x 1536 71.8 and 61.1.
-int most_mean_rows(GroupedGemmParams params) {
-  params.gemm.M = std::max<std::int64_t>(params.gemm.M, kMostTileRows);
-  return std::max(sizes_of(params).launch.row_tile - 2, 2);
+/// Rows, at most: an expert, in the mean, three fewer than a strip meets at a time, for the weights
+/// of an expert that has more go by twice. H200, lab, by turns, us, by expansion and so: 8 and 12
+/// tokens of 2 of 8 experts of 14336 x 4096, of which four rows fit, 65.1 66.5 and 58.0 69.7; 64
+/// and 96 of 8 of 128 experts of 2048 x 1536 72.6 72.2 and 64.7 71.5. Strips of few chunks leave
+/// warps without one: 16 and 24 tokens of 768 x 2048 27.1 36.0 and 25.6 38.8, and where chunks are
+/// not whole, too, 1 and 2 tokens 7.4 8.1 and 5.7 8.2.
+std::int64_t most_rows(GroupedGemmParams params) {
+  constexpr int kFewChunks = 4, kFewest = 2;
+  const GemmParams& p = params.gemm;
+  if (ceil_div(p.K, kChunkCols) < kFewChunks)
+    return blocks_of(p) < kChunkBlocks ? params.experts : std::min(params.experts, kMostTileRows);
+  params.gemm.M = std::max<std::int64_t>(p.M, kMostTileRows);
+  return std::int64_t{std::max(sizes_of(params).launch.row_tile - 3, kFewest)} * params.experts;
 }
-
-/// Strips of two or three chunks leave warps without one. 1 and 2 tokens of 768 x 2048 7.4 8.1 and
-/// 5.9 8.4.
-constexpr int kFewChunks = 4, kFewestChunks = 2;
 
 }  // namespace
 
 bool is_for_digits(const GroupedGemmParams& params) {
   const GemmParams& p = params.gemm;
   if (p.weight.format != WeightFormat::kInt4 || p.batch_invariant) return false;
-  const int group = p.weight.group, chunks = ceil_div(p.K, kChunkCols);
+  const int group = p.weight.group;
   const bool divides = group % Int4Layout::kCols == 0 && kChunkCols % group == 0;
   if (!divides && group % kChunkCols != 0 && group < p.K) return false;
-  return chunks >= (p.M <= kMostTileRows ? kFewestChunks : kFewChunks) &&
-         p.M <= std::int64_t{most_mean_rows(params)} * params.experts &&
-         sizes_of(params).bytes <= kMostBytes;
+  return p.K > kChunkCols && p.M <= most_rows(params) && sizes_of(params).bytes <= kMostBytes;
 }
 
 void launch_digits(const GroupedGemmParams& params, Stream stream) {

@@ -14,8 +14,9 @@ using namespace gemm_digits;
 constexpr int kRingStages = 2;  // of a warp: with three 4 tokens of 2048 x 1536 17.2 us and 18.5
 
 struct GroupedDigitsParams {
-  DigitsParams digits;  // its M: rows of x that shared memory has room for
+  DigitsParams digits;  // its M: rows of x that shared memory has room for; its chunks: of x
   StripLaunch launch;
+  device::Divisor by_x_chunks;
   std::int32_t strip_bytes;  // of the weight
   std::int32_t groups;       // of a chunk, whose scales and zero points are scale_bytes
   std::int32_t scale_bytes;
@@ -43,16 +44,18 @@ __device__ __forceinline__ const char* strip_of(const GroupedDigitsParams& param
 }
 
 /// Asks for a chunk and its scales.
+template <int kBlocks>
 __device__ __forceinline__ void request_chunk(const GroupedDigitsParams& params,
                                               const ChunkSteps& at, char* to, std::uint64_t* full,
                                               std::uint64_t policy) {
   const DigitsParams& digits = params.digits;
-  const int row = at.weight_row(), expert = at.tile->expert, first = at.chunk * kChunkBytes;
-  const int bytes = min(kChunkBytes, params.strip_bytes - first);
+  constexpr int kBytes = kBlocks * 512;
+  const int row = at.weight_row(), expert = at.tile->expert, first = at.chunk * kBytes;
+  const int bytes = min(kBytes, params.strip_bytes - first);
   ptx::mbarrier_expect(full, bytes + params.scale_bytes);
   ptx::copy_bulk(to, strip_of(params, expert, row) + first, bytes, full, policy);
   const int group = params.by_group.divide(at.chunk * params.groups);
-  ptx::copy_tensor_4d(to + kChunkBytes, &digits.scales, full, row, group, expert, 0, policy);
+  ptx::copy_tensor_4d(to + kBytes, &digits.scales, full, row, group, expert, 0, policy);
   if (digits.gemm.weight.zeros)
     ptx::copy_tensor_4d(to + digits.zeros_at, &digits.zeros, full, row, group, expert, 0, policy);
 }
@@ -70,8 +73,8 @@ __device__ __forceinline__ bool stage_pieces(const GroupedDigitsParams& params, 
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const int piece = min(first + i * kWarps, pieces - 1);
-    rows[i] = params.launch.by_chunks.divide(piece);
-    chunks[i] = piece - rows[i] * params.launch.chunks;
+    rows[i] = params.by_x_chunks.divide(piece);
+    chunks[i] = piece - rows[i] * params.digits.chunks;
     load_x(params.digits.gemm, device::from_lane(row, rows[i]), chunks[i] * kChunkCols + lane * 16,
            pairs[i]);
   }

@@ -231,16 +231,16 @@ void launch_strips_of(const GroupedGemmParams& params, Stream stream) {
   launch<T, __half, WeightFormat::kFp8, false>(params, stream);
 }
 
-/// Rows an expert in the mean, at most: two fewer than a strip meets at a time, for the weights of
-/// an expert that has more go by twice. H200, lab, by turns, us, by tiles and so, fp8 by bf16: 12
-/// and 16 tokens of 2 of 8 experts of 14336 x 4096, of which five rows fit, 118 120 and 111 138, 24
-/// of 4096 x 28672 279 and 219, 48 of 8 of 128 experts of 2048 x 1536 108 and 94.7. fp8 by fp8 needs
-/// no expansion: 32 and 48 tokens of 768 x 2048 45.1 51.3 and 43.6 52.6.
+/// Rows an expert in the mean, at most: three fewer than a strip meets at a time, for the weights
+/// of an expert that has more go by twice. H200, lab, by turns, us, by tiles and so: 80 and 96
+/// tokens of 8 of 128 experts of 768 x 2048 fp8 by bf16 60.9 61.2 and 59.5 66.8, bf16 97.1 99.0
+/// and 96.5 112; 12 and 16 of 2 of 8 experts of 14336 x 4096, of which five rows fit, 118 120 and
+/// 111 138. Fp8 by fp8 needs no expansion: 32 and 48 tokens of 768 x 2048 45.1 51.3 and 43.6 52.6.
 int most_mean_rows(GroupedGemmParams params) {
   constexpr int kFewest = 2;
   if (params.gemm.x.dtype == DType::kFloat8E4M3) return kFewest;
   params.gemm.M = std::max<std::int64_t>(params.gemm.M, kTokens);
-  return std::max(sizes_of(params).launch.row_tile - 2, kFewest);
+  return std::max(sizes_of(params).launch.row_tile - 3, kFewest);
 }
 
 }  // namespace

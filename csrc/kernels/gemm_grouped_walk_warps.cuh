@@ -102,6 +102,7 @@ inline bool all_wait(int chunks, int paired) {
 inline int bytes_of_sums(const StripLaunch& launch) {
   return kFinishers * launch.paired * kWarps * kStripRows * launch.row_tile * 4;
 }
+
 /// Sums in shared memory: [item % kFinishers][strip of the item][warp][row of x][weight row]. Those
 /// of the block's strip `strip`.
 __device__ __forceinline__ float* sums_of(float* sums, const StripLaunch& launch, int strip) {
