@@ -18,7 +18,7 @@ FP8 = torch.float8_e4m3fn
 
 SHAPES = [  # M, N, K
     (700, 2080, 384),  # a tile a block
-    (2100, 8480, 320),  # several, whose stages do not end with the ring's
+    (2100, 8480, 1088),  # several, whose stages begin at each of the ring's four
     (2000, 4160, 384),  # tiles of 256 rows of expanded weights, two a block
     (1100, 4096, 128),  # one stage; int4 by tiles of 192 rows, two a block
     (2100, 2304, 512),  # 128 columns of 8-bit rows, several tiles a block, a box each where gated

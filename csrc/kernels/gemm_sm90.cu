@@ -2,10 +2,9 @@
 
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
-#include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_int8.cuh"
 #include "kernels/gemm_launch.cuh"
-#include "kernels/gemm_sm90_fp8_store.cuh"
+#include "kernels/gemm_sm90_fp8_blocks.cuh"
 
 namespace ridgeline::gemm_detail {
 namespace {
@@ -19,8 +18,8 @@ using namespace gemm_fp8;
 /// compiler would wait for them.
 template <class Tile, int kCount, class Meanwhile>
 __device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
-                                                Sums<Tile>& sums, const BlockScales& scales,
-                                                const Consumer& me, Meanwhile&& meanwhile) {
+                                                Sums<Tile>& sums, const Consumer& me,
+                                                Meanwhile&& meanwhile) {
   const int warpgroup = device::from_lane(me.warpgroup, 0);  // in a register that a warp shares
   std::uint64_t x[kCount], weight[kCount];
   int stages[kCount];
@@ -54,14 +53,7 @@ __device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile:
 #pragma unroll
     for (int i = 0; i < Tile::kPartCols / 8; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if constexpr (Tile::kBlocks) {
-          const int half = (part * Tile::kPartCols + i * 8) / (Tile::kCols / 2);
-          sums[part][i][j] += products[i][j] * scales.factor[half][j / 2];
-        } else {
-          sums[part][i][j] += products[i][j];
-        }
-      }
+      for (int j = 0; j < 4; ++j) sums[part][i][j] += products[i][j];
   }
 }
 
@@ -118,17 +110,16 @@ template <class Tile>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
                                               Ring<Tile::kStages>& ring, Sums<Tile>& sums,
                                               const Work& work, const Consumer& me) {
-  const auto nothing = [](int) {};
   clear<Tile>(sums);
-  BlockScales scales{launch};
-  if constexpr (Tile::kBlocks) scales.start<Tile>(work, me);
-  int k = 0;
-  for (; k + Tile::kAddEvery <= work.steps; k += Tile::kAddEvery) {
-    if constexpr (Tile::kBlocks) scales.advance(k + 1, work.steps);
-    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, scales, me, nothing);
+  if constexpr (Tile::kBlocks) {
+    multiply_blocks<Tile>(launch, shared, ring, sums, work);
+  } else {
+    const auto nothing = [](int) {};
+    int k = 0;
+    for (; k + Tile::kAddEvery <= work.steps; k += Tile::kAddEvery)
+      multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, me, nothing);
+    for (; k < work.steps; ++k) multiply_stages<Tile, 1>(shared, ring, sums, me, nothing);
   }
-  if constexpr (Tile::kAddEvery > 1)
-    for (; k < work.steps; ++k) multiply_stages<Tile, 1>(shared, ring, sums, scales, me, nothing);
 }
 
 /// Tiles whose way to y is known. The halves of a tile's columns go there beside the next tile's
@@ -147,7 +138,7 @@ __device__ __forceinline__ void consume_overlapped(const Launch& launch, Shared<
   Ring<Tile::kStages> ring;
   Sums<Tile> sums;
   const auto multiply = [&](auto&& meanwhile) {
-    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, BlockScales{launch}, me, meanwhile);
+    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, me, meanwhile);
   };
   // The epilogue's addresses are not kept in registers beside products.
   const auto here = [] { return Consumer(ptx::opaque(static_cast<int>(threadIdx.x))); };
