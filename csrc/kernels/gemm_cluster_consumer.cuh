@@ -31,13 +31,13 @@ struct Consumer {
   static constexpr int kStep = 32 / 16;  // from one step's operand to the next's
   __device__ static void hold(Sums& values) { ptx::hold_registers(values); }
 
-  __device__ const char* weight(const char* stage) const {
-    return stage + Layout::kXBoxes * params.x_box + unit * Layout::kWeightBytes;
+  __device__ const char* weight(const Stage& stage) const {
+    return stage.weight + params.weights_at + unit * Layout::kWeightBytes;
   }
 
   /// Both operands from shared memory: four steps.
-  __device__ void multiply_shared(const char* stage, Sums& into, bool accumulate) const {
-    const std::uint64_t a = operand(weight(stage)), b = operand(stage);
+  __device__ void multiply_shared(const Stage& stage, Sums& into, bool accumulate) const {
+    const std::uint64_t a = operand(weight(stage)), b = operand(stage.x);
     hold(into);
     ptx::wgmma_fence();
 #pragma unroll
@@ -54,9 +54,9 @@ struct Consumer {
 
   /// Four operands from registers: 64 columns, box `box` of x.
   template <int kOctets>
-  __device__ void multiply_registers(const char* stage, const std::uint32_t (&a)[4][4], int box,
+  __device__ void multiply_registers(const Stage& stage, const std::uint32_t (&a)[4][4], int box,
                                      float (&into)[kOctets][4], bool accumulate) const {
-    const std::uint64_t b = operand(stage + box * params.x_box);
+    const std::uint64_t b = operand(stage.x + box * params.x_box);
     ptx::hold_registers(into);
     ptx::wgmma_fence();
 #pragma unroll
@@ -68,7 +68,7 @@ struct Consumer {
 
   /// The warp's 16 rows, 64 columns from `box` on, as operands; times a scale, rounded once.
   template <bool kScaled>
-  __device__ void expand_fp8(const char* stage, int box, float2 scale,
+  __device__ void expand_fp8(const Stage& stage, int box, float2 scale,
                              std::uint32_t (&a)[4][4]) const {
     const char* of_warp = weight(stage) + warp * kStripRows * kRowBytes;
 #pragma unroll
@@ -106,13 +106,13 @@ struct Consumer {
   template <class Multiply>
   __device__ void for_each_step(Fixed& fixed, const char* ring, int count, int turn, int turns,
                                 Multiply multiply) {
-    RingPlace place;
-    place.advance(turn, params.stages);
+    StagePlace<Layout::kApart> place;
+    place.advance(turn, params);
     const auto release = [&](int stage) { this->release(fixed, stage); };
 #pragma unroll 1
-    for (int i = turn; i < count; i += turns, place.advance(turns, params.stages)) {
+    for (int i = turn; i < count; i += turns, place.advance(turns, params)) {
       ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
-      multiply(i, ring + place.stage * params.stage_bytes, place.stage, release);
+      multiply(i, place.of(params, ring), place.stage, release);
     }
     ptx::wgmma_wait<0>();
     hold(sums);
@@ -126,7 +126,7 @@ struct Consumer {
     std::uint32_t a[2][4][4];
     int last = -1;  // stage whose product still runs
     for_each_step(fixed, ring, count, turn, turns,
-                  [&](int i, const char* stage, int place, const auto& release) {
+                  [&](int i, const Stage& stage, int place, const auto& release) {
 #pragma unroll
                     for (int box = 0; box < 2; ++box) {
                       expand(i, stage, box, a[box]);
@@ -150,22 +150,22 @@ struct Consumer {
     const Int4<T, Layout> int4(params, unit, warp, lane);
     if (turn >= count) return;
     std::uint32_t a[2][4][4];
-    RingPlace place;
-    place.advance(turn, params.stages);
-    const char* stage = ring + place.stage * params.stage_bytes;
+    StagePlace<Layout::kApart> place;
+    place.advance(turn, params);
+    Stage stage = place.of(params, ring);
     ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
-    uint4 second = int4.words_of(stage, 1);
+    uint4 second = int4.words_of(stage.weight, 1);
     float scale[2], next_scale[2] = {};
     device::Int4Differences<T> differences;
     const auto take_scales = [&](float (&to)[2]) {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        to[r] = device::to_float(int4.scale_of(stage, 0, r));
-        differences.set(r, int4.zero_of(stage, 0, r));
+        to[r] = device::to_float(int4.scale_of(stage.weight, 0, r));
+        differences.set(r, int4.zero_of(stage.weight, 0, r));
       }
     };
     take_scales(scale);
-    int4.expand(int4.words_of(stage, 0), differences, differences, a[0]);
+    int4.expand(int4.words_of(stage.weight, 0), differences, differences, a[0]);
 #pragma unroll 1
     for (int i = turn; i < count; i += turns) {
       float part[kRows / 8][4];
@@ -176,11 +176,11 @@ struct Consumer {
       const bool more = i + turns < count;
       uint4 first;
       if (more) {
-        place.advance(turns, params.stages);
-        stage = ring + place.stage * params.stage_bytes;
+        place.advance(turns, params);
+        stage = place.of(params, ring);
         ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
-        first = int4.words_of(stage, 0);
-        second = int4.words_of(stage, 1);
+        first = int4.words_of(stage.weight, 0);
+        second = int4.words_of(stage.weight, 1);
         take_scales(next_scale);
       }
       ptx::wgmma_wait<1>();
@@ -204,20 +204,21 @@ struct Consumer {
     if (p.weight.group % Layout::kCols == 0 || p.weight.group >= p.K) {
       device::Int4Rows<T, kZeros> rows;
       return run_expanded(fixed, ring, count, turn, turns,
-                          [&](int, const char* stage, int box, std::uint32_t(&a)[4][4]) {
-                            if (box == 0) rows = int4.template rows_of<kZeros>(stage, 0);
-                            int4.expand(int4.words_of(stage, box), rows, rows, a);
+                          [&](int, const Stage& stage, int box, std::uint32_t(&a)[4][4]) {
+                            if (box == 0) rows = int4.template rows_of<kZeros>(stage.weight, 0);
+                            int4.expand(int4.words_of(stage.weight, box), rows, rows, a);
                           });
     }
     run_expanded(fixed, ring, count, turn, turns,
-                 [&](int i, const char* stage, int box, std::uint32_t(&a)[4][4]) {
+                 [&](int i, const Stage& stage, int box, std::uint32_t(&a)[4][4]) {
                    const int k0 = (begin + i) * Layout::kCols, last = p.K - 1 - k0;
                    const int into = k0 - params.group.divide(k0) * p.weight.group;
                    const auto rows_at = [&](int at) {  // of a group, 32 columns at least
-                     return int4.template rows_of<kZeros>(stage, int4.group_of(into, at, last));
+                     const int group = int4.group_of(into, at, last);
+                     return int4.template rows_of<kZeros>(stage.weight, group);
                    };
                    const auto low = rows_at(box * 64), high = rows_at(box * 64 + 32);
-                   int4.expand(int4.words_of(stage, box), low, high, a);
+                   int4.expand(int4.words_of(stage.weight, box), low, high, a);
                  });
   }
 
@@ -228,24 +229,24 @@ struct Consumer {
     constexpr bool kAhead = kRows <= 32;
     if (turn >= count) return;
     const Int4<T, Layout> int4(params, unit, warp, lane);
-    RingPlace place;
-    place.advance(turn, params.stages);
+    StagePlace<Layout::kApart> place;
+    place.advance(turn, params);
     std::uint32_t a[4][4], ahead[4][4];
     const auto wait_full = [&] {
       ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
-      return ring + place.stage * params.stage_bytes;
+      return place.of(params, ring);
     };
-    const char* stage = wait_full();
-    int4.expand_to_e4m3(stage, a);
+    Stage stage = wait_full();
+    int4.expand_to_e4m3(stage.weight, a);
 #pragma unroll 1
     for (int i = turn; i < count; i += turns) {
       float part[kRows / 8][4];
       multiply_registers(stage, a, 0, part, false);
-      const float2 scale = int4.e4m3_scales(stage);
+      const float2 scale = int4.e4m3_scales(stage.weight);
       const int last = place.stage;
       const bool more = i + turns < count;
-      if (more) place.advance(turns, params.stages);
-      if (kAhead && more) int4.expand_to_e4m3(stage = wait_full(), ahead);
+      if (more) place.advance(turns, params);
+      if (kAhead && more) int4.expand_to_e4m3((stage = wait_full()).weight, ahead);
       ptx::wgmma_wait<0>();
       ptx::hold_registers(part);
       release(fixed, last);
@@ -255,7 +256,7 @@ struct Consumer {
             fmaf(j % 4 < 2 ? scale.x : scale.y, part[j / 4][j % 4], sums[j / 4][j % 4]);
       if (!more) continue;
       if constexpr (!kAhead) {
-        int4.expand_to_e4m3(stage = wait_full(), a);
+        int4.expand_to_e4m3((stage = wait_full()).weight, a);
       } else {
 #pragma unroll
         for (int j = 0; j < 16; ++j) a[j / 4][j % 4] = ahead[j / 4][j % 4];
@@ -268,7 +269,7 @@ struct Consumer {
                                int turns) {
     float2 next_scale = block_scale(begin + turn);
     for_each_step(fixed, ring, count, turn, turns,
-                  [&](int i, const char* stage, int place, const auto& release) {
+                  [&](int i, const Stage& stage, int place, const auto& release) {
                     Sums part;
                     const float2 scale = next_scale;
                     next_scale = block_scale(begin + i + turns);
@@ -287,7 +288,7 @@ struct Consumer {
     if constexpr (Layout::kWide) {
       int last = -1;
       for_each_step(fixed, ring, count, turn, turns,
-                    [&](int, const char* stage, int place, const auto& release) {
+                    [&](int, const Stage& stage, int place, const auto& release) {
                       multiply_shared(stage, sums, true);
                       ptx::wgmma_wait<1>();
                       if (last >= 0) release(last);
@@ -316,13 +317,13 @@ struct Consumer {
     } else if (p.weight.scale_layout == ScaleLayout::kBlock) {
       float2 scale, next_scale = block_scale(begin + turn);
       run_expanded(fixed, ring, count, turn, turns,
-                   [&](int i, const char* stage, int box, std::uint32_t(&a)[4][4]) {
+                   [&](int i, const Stage& stage, int box, std::uint32_t(&a)[4][4]) {
                      if (box == 0) scale = next_scale, next_scale = block_scale(begin + i + turns);
                      expand_fp8<true>(stage, box, scale, a);
                    });
     } else {
       run_expanded(fixed, ring, count, turn, turns,
-                   [&](int, const char* stage, int box, std::uint32_t(&a)[4][4]) {
+                   [&](int, const Stage& stage, int box, std::uint32_t(&a)[4][4]) {
                      expand_fp8<false>(stage, box, {}, a);
                    });
     }

@@ -9,31 +9,31 @@ template <class T, class Layout>
 struct Int4 {
   const ClusterParams& params;
   int lane;
-  int words, scales, zeros;  // bytes from the start of a stage
+  int words, scales, zeros;  // bytes from Stage::weight
 
   __device__ Int4(const ClusterParams& params, int unit, int warp, int lane)
       : params(params), lane(lane) {
     const int r = unit * kGroupRows + warp * kStripRows + lane / 4;
     const int box = params.paired && r >= params.box_rows ? 1 : 0, at = r - box * params.box_rows;
-    words = Layout::weight_at(0, params) + unit * Layout::kWeightBytes + warp * 1024 + lane * 16;
-    scales = Layout::scales_at(box, params) + at * 2;
-    zeros = Layout::zeros_at(box, params) + at;
+    words = params.weights_at + unit * Layout::kWeightBytes + warp * 1024 + lane * 16;
+    scales = params.weights_at + Layout::scales_at(box, params) + at * 2;
+    zeros = params.weights_at + Layout::zeros_at(box, params) + at;
   }
 
   /// Scale and zero point of the thread's row r or r + 8, of group `g` of the stage.
-  __device__ T scale_of(const char* stage, int g, int r) const {
-    return (reinterpret_cast<const T*>(stage + scales) + g * params.box_rows)[8 * r];
+  __device__ T scale_of(const char* weight, int g, int r) const {
+    return (reinterpret_cast<const T*>(weight + scales) + g * params.box_rows)[8 * r];
   }
-  __device__ std::uint32_t zero_of(const char* stage, int g, int r) const {
+  __device__ std::uint32_t zero_of(const char* weight, int g, int r) const {
     if (!params.gemm.weight.zeros) return Int4Layout::kSymmetricZero;
-    return static_cast<std::uint8_t>((stage + zeros + g * params.box_rows)[8 * r]);
+    return static_cast<std::uint8_t>((weight + zeros + g * params.box_rows)[8 * r]);
   }
 
   template <bool kZeros>
-  __device__ device::Int4Rows<T, kZeros> rows_of(const char* stage, int g) const {
+  __device__ device::Int4Rows<T, kZeros> rows_of(const char* weight, int g) const {
     device::Int4Rows<T, kZeros> rows;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) rows.set(r, scale_of(stage, g, r), zero_of(stage, g, r));
+    for (int r = 0; r < 2; ++r) rows.set(r, scale_of(weight, g, r), zero_of(weight, g, r));
     return rows;
   }
 
@@ -48,8 +48,8 @@ struct Int4 {
   }
 
   /// Of 64 columns, 16 a word.
-  __device__ uint4 words_of(const char* stage, int box) const {
-    return *reinterpret_cast<const uint4*>(stage + words + box * 512);
+  __device__ uint4 words_of(const char* weight, int box) const {
+    return *reinterpret_cast<const uint4*>(weight + words + box * 512);
   }
 
   /// Those columns of the warp's 16 rows as operands, the first 32 by `low`.
@@ -66,11 +66,11 @@ struct Int4 {
   /// 128 columns less 8 as operands of e4m3, in units of 1 / kInt4AsE4m3Unit. Of 16 columns a
   /// lane's word has 2 t, 2 t + 1, 2 t + 8 and 2 t + 9, with t = lane % 4, and its operand 4 t to
   /// 4 t + 3: they are in the words of two neighbours.
-  __device__ void expand_to_e4m3(const char* stage, std::uint32_t (&a)[4][4]) const {
+  __device__ void expand_to_e4m3(const char* weight, std::uint32_t (&a)[4][4]) const {
     const int neighbour = lane % 2 * 2 - lane % 4, bytes = lane % 4 < 2 ? 0x6420 : 0x7531;
 #pragma unroll
     for (int box = 0; box < 2; ++box) {
-      const auto* from = reinterpret_cast<const uint4*>(stage + words + box * 512) + neighbour;
+      const auto* from = reinterpret_cast<const uint4*>(weight + words + box * 512) + neighbour;
       const uint4 low = from[0], high = from[1];
       const std::uint32_t of[4] = {
           __byte_perm(low.x, high.x, bytes), __byte_perm(low.y, high.y, bytes),
@@ -84,8 +84,8 @@ struct Int4 {
   }
 
   /// Scales of those operands, of the thread's two rows.
-  __device__ float2 e4m3_scales(const char* stage) const {
-    const T* of_rows = reinterpret_cast<const T*>(stage + scales);
+  __device__ float2 e4m3_scales(const char* weight) const {
+    const T* of_rows = reinterpret_cast<const T*>(weight + scales);
     return {device::to_float(of_rows[0]) * device::kInt4AsE4m3Unit,
             device::to_float(of_rows[8]) * device::kInt4AsE4m3Unit};
   }

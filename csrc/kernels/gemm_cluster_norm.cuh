@@ -1,4 +1,5 @@
 #pragma once
+#include "device/ptx/elect.cuh"
 #include "device/ptx/mma.cuh"
 #include "device/ptx/warpgroup.cuh"
 #include "kernels/gemm_cluster_sm90.cuh"
@@ -91,25 +92,24 @@ struct Normalizer {
   __device__ void run() {
     const int count = producer.count, stages = producer.params.stages;
     ptx::wait_for_dependencies();
-    if (lane == 0)
+    if (ptx::elect_one())
       for (int i = turn; i < min(stages, count); i += kNormWarps) {
-        const auto step = producer.step_at({i, 0}, i);
-        producer.request_scales(step);
-        producer.request_x(step);
+        const auto step = producer.step_at(i, i);
+        producer.request_x(producer.x_at(i), step);
         producer.request_norm(step);
       }
     __syncwarp();
     RingPlace place{turn, 0};
 #pragma unroll 1
     for (int i = turn; i < count;) {
-      const auto step = producer.step_at(place, i);
+      const auto step = producer.step_at(place.stage, i);
       ptx::mbarrier_wait(step.x_full, place.round % 2);
-      weigh(step.stage, step.norm, producer.params.gemm.K - step.k0);
+      weigh(producer.x_at(place.stage), step.norm, producer.params.gemm.K - step.k0);
       ptx::fence_async_shared();
       __syncwarp();  // every lane's part of x is weighed
-      if (lane == 0) {
+      if (ptx::elect_one()) {
         ptx::mbarrier_arrive(step.full);
-        if (i + stages < count) producer.request_norm(producer.step_at(place, i + stages));
+        if (i + stages < count) producer.request_norm(producer.step_at(place.stage, i + stages));
       }
       square();
       place.stage += kNormWarps, i += kNormWarps;

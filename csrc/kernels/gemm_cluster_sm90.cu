@@ -5,6 +5,7 @@
 #include "device/launch.cuh"
 #include "device/matrix_map.cuh"
 #include "device/ptx/cluster.cuh"
+#include "device/ptx/elect.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "device/reduce.cuh"
@@ -43,6 +44,11 @@ __host__ __device__ constexpr int received_bytes(const ClusterParams& params, in
          static_cast<int>(sizeof(float));
 }
 
+/// Stages of the weight that L2 is asked for by blocks that have an SM each ...
+constexpr int kPrefetched = 4;
+/// ... and that are still to be requested when the next kernel is let on.
+constexpr int kReleased = 3;
+
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: (segments of K, tiles of 64, 112 or 128 weight rows by kTokens rows of x, the row tiles
@@ -65,8 +71,7 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
   Fixed& fixed = *reinterpret_cast<Fixed*>(memory + params.shared_bytes - kFixedBytes);
   char* ring = memory;
   constexpr bool kFolds = kTokens == kNormTokens;
-  char* received =
-      ring + params.stages * (params.stage_bytes + (kFolds ? Layout::kNormBytes : 0));
+  char* received = ring + params.ring_bytes + (kFolds ? params.stages * Layout::kNormBytes : 0);
   const GemmParams& p = params.gemm;
   const int warp = device::warp_index(), lane = threadIdx.x % 32;
   const int segment = blockIdx.x, segments = gridDim.x;
@@ -80,15 +85,16 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
   const int up_first = params.paired ? first + p.N / 2 : first;
   const auto [begin, count] = gemm_config::stages_of(params.steps, segments, segment);
 
-  if (threadIdx.x < kMaxStages) {
-    if (kFolds) ptx::mbarrier_init(&fixed.raw[threadIdx.x], 2);
-    ptx::mbarrier_init(&fixed.full[threadIdx.x], 2);
-    ptx::mbarrier_init(&fixed.empty[threadIdx.x], 4 * params.row_groups);
-    if (threadIdx.x == 0) {
-      const int rows = max(0, min(params.rows_each, m - segment * params.rows_each));
-      ptx::mbarrier_init(&fixed.received, 1);
-      ptx::mbarrier_expect(&fixed.received, received_bytes<kTokens>(params, segments, rows));
+  if (warp == 0 && ptx::elect_one()) {
+#pragma unroll
+    for (int i = 0; i < kMaxStages; ++i) {
+      if (kFolds) ptx::mbarrier_init(&fixed.raw[i], 2);
+      ptx::mbarrier_init(&fixed.full[i], 2);
+      ptx::mbarrier_init(&fixed.empty[i], 4 * params.row_groups);
     }
+    const int rows = max(0, min(params.rows_each, m - segment * params.rows_each));
+    ptx::mbarrier_init(&fixed.received, 1);
+    ptx::mbarrier_expect(&fixed.received, received_bytes<kTokens>(params, segments, rows));
     ptx::fence_mbarrier_init();
   }
   if (threadIdx.x == kThreads - 1) {
@@ -99,12 +105,12 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
   if (segments > 1) ptx::cluster_arrive_relaxed();
   const Producer<Layout> producer{params, fixed, ring, begin, count, first, up_first, row0};
   if (warp == kConsumers) {
-    if (lane == 0) producer.run_weight();
+    if (ptx::elect_one()) producer.run_weight();
   } else if (warp > kConsumers) {
     if constexpr (kFolds) {
       Normalizer<T, Layout>{producer, warp - kConsumers - 1, lane}.run();
     } else {
-      if (lane == 0) producer.run_x();
+      if (ptx::elect_one()) producer.run_x();
     }
   } else {
     ptx::wait_for_dependencies();
@@ -124,8 +130,9 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
     if (params.by_turns) {
       ptx::cluster_wait();  // the barriers of both blocks are made
       const auto end = [&]<int kOctets>() {
-        const TurnsEnd<T, kOctets> turns{params, fixed, ring, reinterpret_cast<float4*>(received),
-                                         first, row0, m};
+        char* stages = ring + (Layout::kApart ? params.weights_at : 0);
+        const TurnsEnd<T, kOctets> turns{
+            params, fixed, stages, reinterpret_cast<float4*>(received), first, row0, m};
         turns.run(consumer.sums);
       };
       if constexpr (kTokens == 64) {
@@ -169,7 +176,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.tile_rows = config.tile_cols;
   params.row_groups = ceil_div(config.tile_cols, kGroupRows);
   params.x_box = round_up(rows, 8) * kRowBytes;
-  params.stage_bytes = Layout::bytes(round_up(rows, 8), params.tile_rows, params.row_groups);
+  params.x_bytes = Layout::kXBoxes * params.x_box;
   params.box_rows = config.tile_cols / (params.paired ? 2 : 1);
   params.steps = ceil_div(p.K, kCols);
   const int tiles = ceil_div(p.out_cols(), params.box_rows) *
@@ -177,9 +184,14 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // Where stages are long, blocks that have an SM each take all of its memory for their rings.
   // H200, 64 rows, us: bf16 at 4096 x 4096 12.3 and 11.4, at 14336 x 4096 33.6 and 30.9; fp8 by
   // bf16 10.6 and 9.1, 29.7 and 21.1; int4 9.5 and 8.5, 22.4 and 19.9. But fp8 by fp8 7.3 and 8.0,
-  // fp8 by 16 rows 7.2 and 8.3.
-  constexpr bool kLong = kFormat == WeightFormat::kDense ||
-                         (kTokens == 64 && !kFp8X && kFormat != WeightFormat::kInt8);
+  // fp8 by 16 rows 7.2 and 8.3, and bf16 by 16 rows alone, where stages are few, 9.0 and 9.4, 4096
+  // x 6144 13.2 and 15.0; 8192 x 8192 38.0 and 32.3.
+  constexpr int kFewStages = 32;
+  const bool few_stages = kTokens == 32 && !p.weights_ready &&
+                          ceil_div(params.steps, segments) <= kFewStages;
+  const bool is_long = kFormat == WeightFormat::kDense
+                           ? !few_stages
+                           : kTokens == 64 && !kFp8X && kFormat != WeightFormat::kInt8;
   // Behind a kernel of few blocks they would stack by twos on the SMs that it leaves free. H200, 32
   // rows of int4 behind a norm of 32 blocks, us: 4096 x 6144 14.8 and 9.9, 4096 x 4096 9.3 and 7.3;
   // where this kernel follows itself 6.7 and, without blocks of the next one beside it, 8.3.
@@ -187,23 +199,43 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // Sums of 128 rows and those of a neighbour do not fit half of it.
   const bool shares = !one_each && (kTokens < kManyTokens || segments == 1);
   params.shared_bytes = shares            ? gemm_config::kShareOfSm
-                        : kLong           ? 2 * gemm_config::kShareOfSm
+                        : is_long         ? 2 * gemm_config::kShareOfSm
                         : p.weights_ready ? gemm_config::kShareOfStrips
                                           : gemm_config::kShareOfSm;
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
-  params.by_turns = kTokens < kManyTokens && !kFolds && one_each &&
+  params.by_turns = kTokens < kManyTokens && !kFolds &&
                     ends_by_turns(p, params.row_groups, segments, sizeof(T));
   params.plain = stores_vectors(p, sizeof(T));
   const int received = received_bytes<kTokens>(params, segments, params.rows_each);
-  const int norm_bytes = kFolds ? Layout::kNormBytes : 0;
-  const int stages = std::min(kMaxStages, (params.shared_bytes - kFixedBytes - received) /
-                                              (params.stage_bytes + norm_bytes));
-  // By turns, a stage is always the same warpgroup's: it waits for each of its phases.
-  params.stages = params.row_groups == 1 ? stages / 2 * 2 : stages;
-  params.prefetched = shares ? params.stages / 2 : 0;
-  const int fewest = params.row_groups == 1 ? 4 : kFolds ? kNormWarps : 2;
-  check(stages >= fewest, "linear: a ring of ", stages, " stages");
+  if constexpr (kFormat == WeightFormat::kInt4) {
+    const int group = p.weight.group;
+    params.group = device::Divisor::of(group);
+    params.stage_groups = group % kCols == 0 || group >= p.K ? 1
+                          : kCols % group == 0               ? kCols / group
+                                                             : (kCols - 2) / group + 2;
+    const int bytes = params.stage_groups * params.box_rows;
+    params.scale_bytes = round_up(2 * bytes, kBoxAlignment);
+    params.zero_bytes = p.weight.zeros ? round_up(bytes, kBoxAlignment) : 0;
+  }
+  const int weight_bytes = params.tile_rows * Layout::kRowOfWeight +
+                           (params.paired ? 2 : 1) * (params.scale_bytes + params.zero_bytes);
+  cut_rings<Layout>(params, params.shared_bytes - kFixedBytes - received, weight_bytes,
+                    kFolds ? Layout::kNormBytes : 0,
+                    params.row_groups == 1 ? 4 : kFolds ? kNormWarps : 2);
+  constexpr bool kExpandsInt4 = Layout::kInt4 && !kFp8X;
+  params.prefetched = shares         ? params.stages / 2
+                      : kExpandsInt4 ? 0
+                                     : std::min(params.stages, kPrefetched);
+  // Blocks of the next kernel that come at the start take the SMs that this one leaves free in
+  // pairs, and end last: H200, fp8 by fp8, 16 rows, 4096 x 4096, 7.3 us so, 6.1 behind the last
+  // request. Some stages ahead of it, they are ready sooner: 16 rows chained, 4096 x 6144, int4 7.5
+  // and 6.5, fp8 by bf16 10.8 and 9.5; 8192 x 8192, fp8 by fp8 17.0 and 16.4; alone, 14336 x 4096
+  // by 32 rows, 16.5 and 15.3, by bf16 23.1 and 19.4. But 3584 x 18944 in bf16, whose blocks some
+  // SMs have two of, 37.3 and 41.5, alone 37.9 and 43.1.
+  const bool early = one_each || segments > 1 ||
+                     (p.weights_ready && kFormat != WeightFormat::kDense);
+  params.released = early ? kReleased : 0;
   params.unit = Layout::kInt4 && !kFp8X ? device::kInt4Unit<T> : 1.0f;
   constexpr int kXBytes = kFp8X ? 1 : 2;
   // A request takes its thread 0.1 us, which bounds int4's stages: x comes in one where K is whole
@@ -223,11 +255,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                         round_up(rows, 8), 64, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                                         params.x_boxes);
   if constexpr (kFormat == WeightFormat::kInt4) {
-    params.group = device::Divisor::of(p.weight.group);
     const int group = p.weight.group, words = ceil_div(p.K, Int4Layout::kCols) * Int4Layout::kWords;
-    params.stage_groups = group % kCols == 0 || group >= p.K ? 1
-                          : kCols % group == 0               ? kCols / group
-                                                             : (kCols - 2) / group + 2;
     params.weight = device::matrix_map({.data = p.weight.data,
                                         .element_bytes = 4,
                                         .rows = p.N / kStripRows,

@@ -1,4 +1,7 @@
 #pragma once
+#include <algorithm>
+
+#include "common/check.h"
 #include "device/divisor.cuh"
 #include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/grid_dependency.cuh"
@@ -21,8 +24,10 @@ constexpr int kThreads = kConsumerThreads + 2 * 32;  // ... and two that request
 constexpr int kNormWarps = 3;          // that weigh x, where it meets its norm
 constexpr int kRowBytes = 128;         // of an operand's row in a stage, swizzled
 constexpr int kManyTokens = 128;       // rows of x, at most
-constexpr int kMaxGroups = 4;          // of 32 columns and more, in a stage
+constexpr int kBoxAlignment = 128;     // of a copy in a stage, ...
+constexpr int kStageAlignment = 1024;  // ... and where it is swizzled
 constexpr int kMaxStages = 16;
+constexpr int kStagesOfX = 4;          // where x has a ring of its own
 
 struct ClusterParams {
   CUtensorMap weight, x;
@@ -35,12 +40,19 @@ struct ClusterParams {
   std::int32_t x_box;         // bytes of a box of x: its rows, eight by eight, of all terms
   std::int32_t x_boxes;       // that a request brings: one, or all of a stage
   std::int32_t second_term;   // bytes from a term of x to the other; 0: x is one
-  std::int32_t stage_bytes, shared_bytes;
+  std::int32_t x_bytes;       // of a stage's x, all boxes
+  std::int32_t x_step, weight_step;  // bytes from a stage's x to the next's, and of the weight's
+  std::int32_t weights_at;    // bytes from the first x to the first weight
+  std::int32_t ring_bytes;
+  std::int32_t shared_bytes;
   std::int32_t steps;         // stages that K makes
-  std::int32_t stages;        // that the ring has
+  std::int32_t stages;        // that the ring of weights has, ...
+  std::int32_t x_stages;      // ... and that of x, at most as many
+  std::int32_t scale_bytes, zero_bytes;  // of int4: of a box, in a stage
   std::int32_t stage_groups;  // of int4: groups that a stage may touch
   device::Divisor group;      // of int4: its columns
   std::int32_t prefetched;    // stages that L2 is asked for ahead of the wait
+  std::int32_t released;      // stages still to request when the next kernel is let on
   std::int32_t rows_held;     // of x, in the sums: whole octets
   std::int32_t rows_each;     // of x, that a block of the cluster finishes, at most
   float unit;                 // of the sums: in it, they are y
@@ -57,35 +69,31 @@ struct StageLayout {
   // int8 is taken for columns of 16 bits, two in one: its bytes lie as a dense weight's.
   static constexpr bool kWide = kFormat == WeightFormat::kDense || kFormat == WeightFormat::kInt8;
   static constexpr int kCols = kWide ? 64 : 128;
+  /// x, of which a stage takes as much memory as of the weight, has a shorter ring of its own: it
+  /// comes from L2. H200, 64 rows, us alone and chained, in one ring and so: 4096 x 4096 7.4 and
+  /// 7.1, 7.1 and 6.9; 14336 x 4096 17.9 and 17.0, 17.3 and 16.7. 16 rows 6.3 and 6.5.
+  static constexpr bool kApart = kFormat == WeightFormat::kFp8 && kFp8X && kTokens == 64;
   static constexpr int kXBoxes = kFp8X ? 1 : kCols / 64;
   static constexpr int kWeightBytes = kGroupRows * (kInt4 ? 64 : kRowBytes);  // of a warpgroup
   static constexpr bool kFolds = kTokens == gemm_config::kNormRows;  // x meets its norm, if any
-  static constexpr int kScaleBytes = kInt4 ? kMaxGroups * kGroupRows * 2 : 0;
-  static constexpr int kZeroBytes = kScaleBytes / 2;
   static constexpr int kNormBytes = kCols * 2;  // of the norm's weight, where x meets it
   static constexpr int kRowOfWeight = kWeightBytes / kGroupRows;
-  static constexpr int bytes(int x_rows, int tile_rows, int row_groups) {
-    return kXBoxes * x_rows * kRowBytes +
-           round_up(tile_rows * kRowOfWeight + row_groups * (kScaleBytes + kZeroBytes), 1024);
-  }
-  /// Parts of a stage by box. Those of scales: the second starts in the middle of its part.
+  /// Parts of a stage's weight by box.
   __device__ static int weight_at(int box, const ClusterParams& params) {
-    return kXBoxes * params.x_box + box * params.box_rows * kRowOfWeight;
+    return box * params.box_rows * kRowOfWeight;
   }
   __device__ static int scales_at(int box, const ClusterParams& params) {
-    return kXBoxes * params.x_box + params.tile_rows * kRowOfWeight +
-           params.row_groups * box * (kScaleBytes / 2);
+    return params.tile_rows * kRowOfWeight + box * params.scale_bytes;
   }
   __device__ static int zeros_at(int box, const ClusterParams& params) {
-    return kXBoxes * params.x_box + params.tile_rows * kRowOfWeight +
-           params.row_groups * (kScaleBytes + box * (kZeroBytes / 2));
+    return scales_at(params.paired ? 2 : 1, params) + box * params.zero_bytes;
   }
 };
 
 /// Fixed parts; after them the ring, and what neighbours of the cluster send.
 struct Fixed {
   std::uint64_t full[kMaxStages], empty[kMaxStages];
-  std::uint64_t raw[kMaxStages];  // x is in, which is to meet its norm, and int4's scales
+  std::uint64_t raw[kMaxStages];  // x is in, which is to meet its norm
   std::uint64_t received;         // the sums of the cluster's other blocks
   alignas(16) float x_scale[kManyTokens];
   alignas(16) float scale[2 * kGroupRows], bias[2 * kGroupRows];  // of the tile's weight rows
@@ -99,6 +107,30 @@ static_assert((1 + kNormWarps) * gemm_config::kNormRows <= kManyTokens);
 constexpr int kFixedBytes = 2048;
 static_assert(sizeof(Fixed) <= kFixedBytes);
 
+/// Cuts `bytes` of shared memory into rings. A stage takes `weight_bytes` and its x, and `more`
+/// besides; there are `fewest` of them at least.
+template <class Layout>
+inline void cut_rings(ClusterParams& params, int bytes, int weight_bytes, int more, int fewest) {
+  const int turns = params.row_groups == 1 ? 2 : 1;
+  const int both = params.x_bytes + weight_bytes;
+  const int stage_bytes = Layout::kApart ? weight_bytes : round_up(both, kStageAlignment);
+  // By turns, a stage is always the same warpgroup's: it waits for each of its phases.
+  const auto fitting = [&](int left, int stage) {
+    return std::min(kMaxStages, left / (stage + more)) / turns * turns;
+  };
+  params.stages = params.x_stages = fitting(bytes, Layout::kApart ? both : stage_bytes);
+  check(params.stages >= fewest, "linear: a ring of ", params.stages, " stages");
+  params.x_step = params.weight_step = stage_bytes;
+  params.weights_at = params.x_bytes;
+  if (Layout::kApart) {
+    params.x_step = params.x_bytes;
+    params.x_stages = std::min(kStagesOfX, params.stages);
+    params.weights_at = params.x_stages * params.x_bytes;
+    params.stages = fitting(bytes - params.weights_at, weight_bytes);
+  }
+  params.ring_bytes = (Layout::kApart ? params.weights_at : 0) + params.stages * stage_bytes;
+}
+
 /// Where a role is in the ring.
 struct RingPlace {
   int stage = 0;
@@ -110,11 +142,35 @@ struct RingPlace {
   }
 };
 
+struct Stage {
+  const char* x;
+  const char* weight;  // ClusterParams::weights_at ahead of it
+};
+
+/// Where one is that reads both rings, that of x a shorter one if `kApart`.
+template <bool kApart>
+struct StagePlace : RingPlace {
+  RingPlace x;
+
+  __device__ void advance(int by, const ClusterParams& params) {
+    RingPlace::advance(by, params.stages);
+    if (kApart) x.advance(by, params.x_stages);
+  }
+  __device__ int x_stage() const { return kApart ? x.stage : stage; }
+  __device__ Stage of(const ClusterParams& params, const char* ring) const {
+    const char* x = ring + x_stage() * params.x_step;
+    return {x, kApart ? ring + stage * params.weight_step : x};
+  }
+};
+
 // ---- Producers ----------------------------------------------------------------------------------
 
-/// One thread of either of two warps: one requests the weight, the other what meets it. A thread
-/// alone, which requested stages of x behind those of the weight, was slower: H200, fp8 by fp8, 64
-/// rows, 4096 x 4096, 8.3 us where two take 7.7.
+/// One thread of either of two warps: one requests the weight, the other x. A thread alone, which
+/// requested stages of x behind those of the weight, was slower: H200, fp8 by fp8, 64 rows, 4096 x
+/// 4096, 8.3 us where two take 7.7. A request takes a thread longest, so that both boxes of a
+/// stage's x are one, and scales, which never wait for x, the weight's thread's: int4, us chained,
+/// 16 and 64 rows of 4096 x 4096 7.4 and 5.6, 8.7 and 6.9 with elect_one(), by which other
+/// weights took half as much less: fp8 by fp8 7.1 and 6.1, 7.9 and 7.1, bf16 10.6 and 9.4.
 template <class Layout>
 struct Producer {
   const ClusterParams& params;
@@ -126,20 +182,24 @@ struct Producer {
   std::uint64_t policy = ptx::evict_first();
 
   struct Step {
-    char* stage;
+    char* weight;
     std::uint64_t *full, *x_full;  // to the products, and of x: one, where x meets no norm
     char* norm;  // the norm's weight, behind the ring
     int k0;
   };
 
-  __device__ Step step_at(const RingPlace& place, int i) const {
-    return {ring + place.stage * params.stage_bytes, &fixed.full[place.stage],
-            (Layout::kFolds ? fixed.raw : fixed.full) + place.stage,
-            ring + params.stages * params.stage_bytes + place.stage * Layout::kNormBytes,
+  __device__ Step step_at(int stage, int i) const {
+    return {ring + params.weights_at + stage * params.weight_step, &fixed.full[stage],
+            (Layout::kFolds ? fixed.raw : fixed.full) + stage,
+            ring + params.ring_bytes + stage * Layout::kNormBytes,
             (begin + i) * Layout::kCols};
   }
+  __device__ char* x_at(int stage) const { return ring + stage * params.x_step; }
+  /// Where stages of x and of the weight lie together.
+  __device__ char* x_of(const Step& step) const { return step.weight - params.weights_at; }
 
-  /// request(step) for steps from `from` on, each as soon as its stage is free.
+  /// request(step) for steps from `from`, within the first round, on, each as soon as its stage is
+  /// free.
   template <class Request>
   __device__ void for_each_step(int from, int to, Request request) const {
     RingPlace place;
@@ -147,7 +207,7 @@ struct Producer {
 #pragma unroll 1
     for (int i = from; i < to; ++i, place.advance(1, params.stages)) {
       if (place.round > 0) ptx::mbarrier_wait(&fixed.empty[place.stage], (place.round - 1) % 2);
-      request(step_at(place, i));
+      request(step_at(place.stage, i));
     }
   }
 
@@ -167,45 +227,35 @@ struct Producer {
   }
 
   __device__ void request_weight(const Step& step) const {
-    ptx::mbarrier_expect(step.full, params.tile_rows * Layout::kRowOfWeight);
+    const GemmParams& p = params.gemm;
+    int bytes = params.tile_rows * Layout::kRowOfWeight;
+    if (Layout::kInt4) bytes += params.tile_rows * params.stage_groups * (p.weight.zeros ? 3 : 2);
+    ptx::mbarrier_expect(step.full, bytes);
+    const int group = Layout::kInt4 ? params.group.divide(step.k0) : 0;
 #pragma unroll 1
     for (int box = 0; box < (params.paired ? 2 : 1); ++box) {
       const int2 at = box_of_weight(step, box);
-      ptx::copy_matrix(step.stage + Layout::weight_at(box, params), &params.weight, step.full, at.x,
-                       at.y, policy);
-    }
-  }
-
-  /// Scales and zero points of int4. Announces x, too. A division of numbers that are not known
-  /// ahead kept requests behind the products: H200, 16 rows, 4096 x 4096, 7.3 us, without it 6.4.
-  __device__ void request_scales(const Step& step) const {
-    const GemmParams& p = params.gemm;
-    if constexpr (!Layout::kInt4) {
-      ptx::mbarrier_expect(step.x_full, Layout::kXBoxes * params.x_box);
-    } else {
-      ptx::mbarrier_expect(step.x_full,
-                           Layout::kXBoxes * params.x_box +
-                               params.tile_rows * params.stage_groups * (p.weight.zeros ? 3 : 2));
-      const int group = params.group.divide(step.k0);
-#pragma unroll 1
-      for (int box = 0; box < (params.paired ? 2 : 1); ++box) {
+      ptx::copy_matrix(step.weight + Layout::weight_at(box, params), &params.weight, step.full,
+                       at.x, at.y, policy);
+      if constexpr (Layout::kInt4) {
         const int row = box == 0 ? first : up_first;
-        ptx::copy_matrix(step.stage + Layout::scales_at(box, params), &params.scales, step.x_full,
+        ptx::copy_matrix(step.weight + Layout::scales_at(box, params), &params.scales, step.full,
                          row, group, policy);
         if (p.weight.zeros)
-          ptx::copy_matrix(step.stage + Layout::zeros_at(box, params), &params.zeros, step.x_full,
+          ptx::copy_matrix(step.weight + Layout::zeros_at(box, params), &params.zeros, step.full,
                            row, group, policy);
       }
     }
   }
 
-  __device__ void request_x(const Step& step) const {
+  /// A stage's x to its place in the ring of x.
+  __device__ void request_x(char* to, const Step& step) const {
+    ptx::mbarrier_expect(step.x_full, params.x_bytes);
     if (Layout::kXBoxes > 1 && params.x_boxes > 1)
-      return ptx::copy_tensor_4d(step.stage, &params.x, step.x_full, 0, row0, step.k0 / 64, 0);
+      return ptx::copy_tensor_4d(to, &params.x, step.x_full, 0, row0, step.k0 / 64, 0);
 #pragma unroll
     for (int box = 0; box < Layout::kXBoxes; ++box)
-      ptx::copy_matrix(step.stage + box * params.x_box, &params.x, step.x_full,
-                       step.k0 + box * 64, row0);
+      ptx::copy_matrix(to + box * params.x_box, &params.x, step.x_full, step.k0 + box * 64, row0);
   }
 
   /// The norm's weight, which x meets first.
@@ -218,41 +268,47 @@ struct Producer {
                    step.x_full);
   }
 
-  /// Where the weight may still be written L2 is asked for it first, by blocks that share an SM for
-  /// half of the ring. H200, us alone, without and so: 4096 x 28672 by 64 rows fp8 by fp8 32.3 and
+  /// Where the weight may still be written L2 is asked for it first. H200, us alone, without and
+  /// so: half of the ring by blocks that share an SM, 4096 x 28672 by 64 rows fp8 by fp8 32.3 and
   /// 30.4, by 16 rows fp8 by bf16 33.8 and 32.8, int4 23.9 and 23.3; for the whole ring 31.2, 34.6
-  /// and 24.1. Blocks that have an SM each: 16 rows of 4096 x 4096, int4 6.3 and 6.4, fp8 by fp8
-  /// 7.1 and 7.3.
+  /// and 24.1. Four stages by blocks that have an SM each, 16 rows of 4096 x 4096, fp8 by fp8 6.3
+  /// and 5.7, by bf16 7.1 and 6.5, bf16 10.2 and 9.6; all of the ring 6.1, 7.1 and 10.6.
   __device__ void run_weight() const {
     if (!params.gemm.weights_ready) {
       for_each_step(0, min(params.prefetched, count),
                     [&](const Step& step) { prefetch_weight(step); });
       ptx::wait_for_dependencies();
     }
+    const int let_on = (begin + count - 1 - params.released) * Layout::kCols;
     const int first_round = Layout::kFolds ? min(params.stages, count) : count;
-    for_each_step(0, first_round, [&](const Step& step) { request_weight(step); });
+    for_each_step(0, first_round, [&](const Step& step) {
+      request_weight(step);
+      if (step.k0 >= let_on) ptx::launch_dependents();
+    });
     if constexpr (Layout::kFolds) {  // of later rounds x, too: others weigh it, and do not wait
       ptx::wait_for_dependencies();
       for_each_step(first_round, count, [&](const Step& step) {
-        request_scales(step);
-        request_x(step);
+        request_x(x_of(step), step);
         request_weight(step);
+        if (step.k0 >= let_on) ptx::launch_dependents();
       });
     }
-    // Now: blocks of the next kernel that come at the start take the SMs that this one leaves free
-    // in pairs, and end last. H200, fp8 by fp8, 16 rows, 4096 x 4096: 7.3 us so, 6.1 here.
-    ptx::launch_dependents();
   }
 
   __device__ void run_x() const {
-    const int ahead = params.gemm.weights_ready ? min(params.stages, count) : 0;
-    for_each_step(0, ahead, [&](const Step& step) { request_scales(step); });
     ptx::wait_for_dependencies();
-    for_each_step(0, ahead, [&](const Step& step) { request_x(step); });
-    for_each_step(ahead, count, [&](const Step& step) {
-      request_scales(step);
-      request_x(step);
-    });
+    // A stage of x is free when the weight that it met is multiplied. Steps that share a stage are
+    // the same warpgroups', so that its barrier has no two of them at once.
+    StagePlace<Layout::kApart> place, freed;
+#pragma unroll 1
+    for (int i = 0; i < count; ++i, place.advance(1, params)) {
+      if (i >= params.x_stages) {
+        ptx::mbarrier_wait(&fixed.empty[freed.stage], freed.round % 2);
+        freed.advance(1, params);
+      }
+      const Step step = step_at(place.stage, i);
+      request_x(x_at(place.x_stage()), step);
+    }
   }
 };
 

@@ -7,18 +7,18 @@
 
 /// The end of a tile of 64 weight rows, whose warpgroups took stages by turns, in a cluster of two
 /// blocks, where y is the sums with scales, bias and residual: from registers to registers, each
-/// warpgroup its own rows of x. Same bits as by Finish. H200, lab, chained, by turns, us, 4096 x
-/// 4096, Finish and so: 16 rows of int4 7.9 and 7.3, 64 9.1 and 8.9; fp8 by fp8 7.4 and 6.9, 8.4
-/// and 8.0; fp8 by bf16 8.2 and 7.8, 9.6 and 9.3; int4 by e4m3 8.0 and 7.4, 8.9 and 8.5.
+/// warpgroup its own rows of x. Same bits as by Finish. H200, lab, alone, by turns, us, 4096 x
+/// 4096, Finish and so: 16 rows of int4 5.8 and 5.2, 64 7.5 and 6.7; fp8 by fp8 5.9 and 5.4, 7.1
+/// and 6.4; fp8 by bf16 6.8 and 6.2, 9.0 and 8.4; int4 by e4m3 5.8 and 5.2, 7.1 and 6.3.
 namespace ridgeline::gemm_cluster {
 
-/// Whether it can. Two columns of y are stored at once. Not where kernels are alone, whose blocks
-/// share SMs with the next one's: 16 rows of 4096 x 4096, fp8 by bf16, 7.6 and 8.5.
+/// Whether it can. Two columns of y are stored at once. Of one block, whose threads then store
+/// twice as many rows each, 64 rows of fp8 by fp8, 4096 x 6144, took 11.0 us for 10.0.
 inline bool ends_by_turns(const GemmParams& p, int row_groups, int segments, std::size_t element) {
   const auto in_pairs = [&](const void* at, std::int64_t stride) {
     return reinterpret_cast<std::uintptr_t>(at) % (2 * element) == 0 && stride % 2 == 0;
   };
-  return p.weights_ready && row_groups == 1 && segments == 2 &&
+  return row_groups == 1 && segments == 2 &&
          p.activation == Activation::kNone && in_pairs(p.y, p.out_cols()) &&
          (!p.residual || in_pairs(p.residual, p.stride_residual));
 }
@@ -27,16 +27,16 @@ inline bool ends_by_turns(const GemmParams& p, int row_groups, int segments, std
 constexpr int bytes_of_turns(int octets) { return octets / 2 * 8 * kGroupRows * 4; }
 
 /// A thread's sums are octets of rows of x: two rows, lane % 4 * 2 and the next, by two weight
-/// rows, lane / 4 and the eighth after it; a pair here is the two of one weight row.
+/// rows, lane / 4 and the eighth after it. A pair here is one row of x, of the block's own parity,
+/// by both: so a warp stores whole sectors of 16 columns of y.
 template <class T, int kOctets>
 struct TurnsEnd {
   static constexpr int kGroupThreads = kConsumerThreads / 2;
-  static constexpr int kKept = kOctets / 2;  // octets, of a warpgroup ...
-  static constexpr int kPairs = kOctets / 2;  // ... and pairs, where a second block has as many
+  static constexpr int kKept = kOctets / 2;  // octets, of a warpgroup; pairs, of a block
 
   const ClusterParams& params;
   Fixed& fixed;
-  char* ring;
+  char* stages;
   float4* received;
   int first;         // column of the tile
   int row0, rows;    // of x
@@ -44,121 +44,112 @@ struct TurnsEnd {
   int turn = at / kGroupThreads, thread = at % kGroupThreads, lane = at % 32;
   int rank = blockIdx.x;
 
-  struct Place {
-    int m, n;  // in the tile
-    bool there;
-  };
-  /// Of the two values that a lane stores of pair `e` of its warpgroup: those of one row of x, of
-  /// its weight row and its neighbour's.
-  __device__ Place place_of(int e) const {
-    const int m = (turn * kKept + e / 2) * 8 + lane % 4 * 2 + lane / 4 % 2;
-    const int n = thread / 32 * kStripRows + e % 2 * 8 + lane / 8 * 2;
-    return {m, n, m < rows && first + n < params.gemm.out_cols()};
+  // The two neighbours that a lane stores of pair `i`, its own and its neighbour's: of row
+  // row_of(i) of the tile, from column `column` on.
+  int column = thread / 32 * kStripRows + lane / 4 % 2 * 8 + lane / 8 * 2;
+
+  __device__ int row_of(int i) const { return (turn * kKept + i) * 8 + lane % 4 * 2 + rank; }
+
+  __device__ bool is_there(int i, int columns) const {
+    return row_of(i) < rows && first + column < columns;
   }
 
-  __device__ std::uint32_t residual_of(int e) const {
+  __device__ std::uint32_t residual_of(int i) const {
     const GemmParams& p = params.gemm;
-    const Place place = place_of(e);
-    if (!p.residual || !place.there) return 0;
+    if (!is_there(i, p.N)) return 0;
     return *reinterpret_cast<const std::uint32_t*>(static_cast<const T*>(p.residual) +
-                                                   (row0 + place.m) * p.stride_residual + first +
-                                                   place.n);
+                                                   (row0 + row_of(i)) * p.stride_residual +
+                                                   first + column);
   }
 
-  struct Factors {
-    float x_scale;
-    float2 scale, bias;
-  };
-  __device__ Factors factors_of(int e) const {
-    const Place place = place_of(e);
-    return {place.there ? fixed.x_scale[place.m] : 0.0f,
-            *reinterpret_cast<const float2*>(fixed.scale + place.n),
-            *reinterpret_cast<const float2*>(fixed.bias + place.n)};
-  }
-
-  __device__ void store(int e, const float (&pair)[2], const Factors& by,
-                        std::uint32_t residual) const {
-    const GemmParams& p = params.gemm;
+  /// A pair, summed, as two neighbours of a row of y.
+  __device__ device::Vec<T, 2> values_of(const float (&pair)[2], float x_scale, float2 scale,
+                                         float2 bias, std::uint32_t residual) const {
     const bool odd = lane / 4 % 2 == 1;
     const float got = device::shuffle_xor(odd ? pair[0] : pair[1], 4);
-    float2 value{scaled({by.x_scale, by.scale.x, by.bias.x}, odd ? got : pair[0]),
-                 scaled({by.x_scale, by.scale.y, by.bias.y}, odd ? pair[1] : got)};
-    if (p.residual) {
+    float2 value{scaled({x_scale, scale.x, bias.x}, odd ? got : pair[0]),
+                 scaled({x_scale, scale.y, bias.y}, odd ? pair[1] : got)};
+    if (params.gemm.residual) {
       const float2 more = device::floats_of(device::as_pair<T>(residual));
       value = {__fadd_rn(value.x, more.x), __fadd_rn(value.y, more.y)};
     }
-    const Place place = place_of(e);
-    if (place.there)
-      device::store(static_cast<T*>(p.y) + std::int64_t{row0 + place.m} * p.out_cols() + first +
-                        place.n,
-                    device::rounded<T>(device::Vec<float, 2>{value.x, value.y}));
+    return device::rounded<T>(device::Vec<float, 2>{value.x, value.y});
   }
 
   /// Two pairs of a thread side by side, where it has two.
-  __device__ int inbox_at(int e) const {
-    constexpr int kTogether = kPairs > 1 ? 2 : 1;
-    return (e / kTogether * kConsumerThreads + at) * kTogether + e % kTogether;
+  __device__ int inbox_at(int i) const {
+    constexpr int kTogether = kKept > 1 ? 2 : 1;
+    return (i / kTogether * kConsumerThreads + at) * kTogether + i % kTogether;
   }
 
   template <int kAll, class Sum>
   __device__ void run(const Sum (&sums)[kAll][4]) const {
-    float kept[2 * kKept][2];
-    std::uint32_t residuals[kPairs];
+    float kept[kKept][4];
+    std::uint32_t residuals[kKept] = {};
+    if (params.gemm.residual)
 #pragma unroll
-    for (int e = 0; e < kPairs; ++e) residuals[e] = residual_of(rank * kPairs + e);
+      for (int i = 0; i < kKept; ++i) residuals[i] = residual_of(i);
     ptx::named_barrier_sync(2 + turn, kGroupThreads);  // the warpgroup has read its last stage
     // Through a stage that is the warpgroup's own.
-    auto* given = reinterpret_cast<float4*>(ring + turn * params.stage_bytes);
-    const auto* got = reinterpret_cast<const float4*>(ring + (1 - turn) * params.stage_bytes);
+    auto* given = reinterpret_cast<float4*>(stages + turn * params.weight_step);
+    const auto* got = reinterpret_cast<const float4*>(stages + (1 - turn) * params.weight_step);
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
-      float mine[4], other[4];
+      float other[4];
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const auto low = static_cast<float>(sums[i][j]);
         const auto high = static_cast<float>(sums[kKept + i][j]);
-        mine[j] = turn == 0 ? low : high;
+        kept[i][j] = turn == 0 ? low : high;
         other[j] = turn == 0 ? high : low;
       }
       given[i * kGroupThreads + thread] = {other[0], other[1], other[2], other[3]};
-      kept[2 * i][0] = mine[0], kept[2 * i][1] = mine[1];
-      kept[2 * i + 1][0] = mine[2], kept[2 * i + 1][1] = mine[3];
     }
     ptx::named_barrier_sync(1, kConsumerThreads);  // both have given theirs
+    float own[kKept][2], sent[kKept][2];
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
       const float4 part = got[i * kGroupThreads + thread];
-      kept[2 * i][0] += part.x, kept[2 * i][1] += part.y;
-      kept[2 * i + 1][0] += part.z, kept[2 * i + 1][1] += part.w;
-    }
-    float own[kPairs][2], sent[kPairs][2];
+      const float even[] = {kept[i][0] + part.x, kept[i][2] + part.z};
+      const float odd[] = {kept[i][1] + part.y, kept[i][3] + part.w};
 #pragma unroll
-    for (int e = 0; e < kPairs; ++e)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        own[e][r] = rank == 0 ? kept[e][r] : kept[kPairs + e][r];
-        sent[e][r] = rank == 0 ? kept[kPairs + e][r] : kept[e][r];
+      for (int j = 0; j < 2; ++j) {
+        own[i][j] = rank == 0 ? even[j] : odd[j];
+        sent[i][j] = rank == 0 ? odd[j] : even[j];
       }
-    if constexpr (kPairs == 1) {
+    }
+    if constexpr (kKept == 1) {
       ptx::put_in_block(reinterpret_cast<float2*>(received) + inbox_at(0),
                         {sent[0][0], sent[0][1]}, &fixed.received, 1 - rank);
     } else {
 #pragma unroll
-      for (int e = 0; e < kPairs; e += 2)
-        ptx::put_in_block(received + inbox_at(e) / 2,
-                          {sent[e][0], sent[e][1], sent[e + 1][0], sent[e + 1][1]},
+      for (int i = 0; i < kKept; i += 2)
+        ptx::put_in_block(received + inbox_at(i) / 2,
+                          {sent[i][0], sent[i][1], sent[i + 1][0], sent[i + 1][1]},
                           &fixed.received, 1 - rank);
     }
-    Factors by[kPairs];
+    // What is there by now is read ahead of the wait, constants once: 64 rows of fp8 by fp8 6.7 us
+    // and, so, 6.4. y has the weight's columns, all of them.
+    const int columns = params.gemm.N;
+    T* y = static_cast<T*>(params.gemm.y) + std::int64_t{row0 + row_of(0)} * columns + first +
+           column;
+    const auto scale = *reinterpret_cast<const float2*>(fixed.scale + column);
+    const auto bias = *reinterpret_cast<const float2*>(fixed.bias + column);
+    float x_scales[kKept];
 #pragma unroll
-    for (int e = 0; e < kPairs; ++e) by[e] = factors_of(rank * kPairs + e);
+    for (int i = 0; i < kKept; ++i) x_scales[i] = fixed.x_scale[row_of(i)];
     ptx::mbarrier_wait(&fixed.received, 0);
     const auto* inbox = reinterpret_cast<const float2*>(received);
+    device::Vec<T, 2> values[kKept];
 #pragma unroll
-    for (int e = 0; e < kPairs; ++e) {
-      const float2 part = inbox[inbox_at(e)];
-      store(rank * kPairs + e, {own[e][0] + part.x, own[e][1] + part.y}, by[e], residuals[e]);
+    for (int i = 0; i < kKept; ++i) {
+      const float2 part = inbox[inbox_at(i)];
+      values[i] = values_of({own[i][0] + part.x, own[i][1] + part.y}, x_scales[i], scale, bias,
+                            residuals[i]);
     }
+#pragma unroll
+    for (int i = 0; i < kKept; ++i)
+      if (is_there(i, columns)) device::store(y + std::int64_t{i * 8} * columns, values[i]);
   }
 };
 

@@ -2,6 +2,7 @@
 
 #include "device/launch.cuh"
 #include "device/matrix_map.cuh"
+#include "device/ptx/elect.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "device/ptx/warpgroup.cuh"
 #include "device/ptx/wgmma_fp8.cuh"
@@ -37,13 +38,13 @@ static_assert(sizeof(Wide) <= kOwnBytes);
 
 /// 128 columns: x, both of its terms if it has two, by the warpgroup's weight rows.
 template <int kTerms>
-__device__ __forceinline__ void multiply(const ClusterParams& params, const char* stage, int group,
+__device__ __forceinline__ void multiply(const ClusterParams& params, const Stage& stage, int group,
                                          Sums& part) {
   const auto operand = [](const char* start) {
     return ptx::swizzled_operand(start, 16, 8 * kRowBytes);
   };
-  const std::uint64_t x[] = {operand(stage), operand(stage + params.second_term)};
-  const std::uint64_t rows = operand(stage + params.x_box + group * kCols * kRowBytes);
+  const std::uint64_t x[] = {operand(stage.x), operand(stage.x + params.second_term)};
+  const std::uint64_t rows = operand(stage.weight + params.weights_at + group * kCols * kRowBytes);
   ptx::hold_registers(part);
   ptx::wgmma_fence();
 #pragma unroll
@@ -90,9 +91,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   const int first = blockIdx.y * params.box_rows;  // column of the product
   const int up_first = params.paired ? first + p.N / 2 : first;
 
-  if (threadIdx.x < kMaxStages) {
-    ptx::mbarrier_init(&fixed.full[threadIdx.x], 2);
-    ptx::mbarrier_init(&fixed.empty[threadIdx.x], kConsumers);
+  if (warp == 0 && ptx::elect_one()) {
+#pragma unroll
+    for (int i = 0; i < kMaxStages; ++i) {
+      ptx::mbarrier_init(&fixed.full[i], 2);
+      ptx::mbarrier_init(&fixed.empty[i], kConsumers);
+    }
     ptx::fence_mbarrier_init();
   }
   if (threadIdx.x == kThreads - 1) {
@@ -102,9 +106,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();  // the barriers are made
   const Producer<Layout> producer{params, fixed, ring, 0, params.steps, first, up_first, 0};
   if (warp == kConsumers) {
-    if (lane == 0) producer.run_weight();
+    if (ptx::elect_one()) producer.run_weight();
   } else if (warp == kConsumers + 1) {
-    if (lane == 0) producer.run_x();
+    if (ptx::elect_one()) producer.run_x();
   } else {
     ptx::wait_for_dependencies();
     const Finish<T> finish{.params = params,
@@ -119,12 +123,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     finish.bring_factors(up_first);
     const int group = warp / 4;
     Sums sums = {};
-    RingPlace place;
+    StagePlace<false> place;
 #pragma unroll 1
-    for (int i = 0; i < params.steps; ++i, place.advance(1, params.stages)) {
+    for (int i = 0; i < params.steps; ++i, place.advance(1, params)) {
       Sums part;
       ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
-      multiply<kTerms>(params, ring + place.stage * params.stage_bytes, group, part);
+      multiply<kTerms>(params, place.of(params, ring), group, part);
       ptx::wgmma_wait<0>();
       ptx::hold_registers(part);
       __syncwarp();
@@ -152,10 +156,13 @@ void launch(const GemmParams& p, Stream stream) {
   params.box_rows = params.tile_rows / (params.paired ? 2 : 1);
   params.x_box = x_rows * kRowBytes;
   params.second_term = kTerms > 1 ? params.x_box / kTerms : 0;
-  params.stage_bytes = Layout::bytes(x_rows, params.tile_rows, kSumsOfRow);
+  params.x_bytes = params.weights_at = params.x_box;
+  params.x_step = params.x_box + params.tile_rows * Layout::kRowOfWeight;
+  params.weight_step = params.x_step;
   params.shared_bytes = kWideBytes;
   params.steps = ceil_div(p.K, Layout::kCols);
-  params.stages = std::min(kMaxStages, (kWideBytes - kOwnBytes) / params.stage_bytes);
+  params.stages = std::min(kMaxStages, (kWideBytes - kOwnBytes) / params.x_step);
+  params.x_stages = params.stages;
   // All of the ring: H200, 64 rows of 4096 x 28672, none of it, half and so: fp8 by fp8 31.8, 30.5
   // and 29.6 us, by bf16 34.3, 33.2 and 32.7.
   params.prefetched = params.stages;
