@@ -13,9 +13,8 @@ from ridgeline import ops
 # M, N, K, and who multiplies a tile: one block, several a segment of K, another its tail, or two
 # where all blocks multiply as many stages; or the cluster kernel, tiles of 64 rows.
 SHARED = [
-    (128, 4096, 14336, "segments"),  # four of them
-    (192, 4096, 14336, "segments"),  # tiles of 192 rows
-    (128, 5120, 10240, "segments"),  # two
+    (192, 4096, 14336, "segments"),  # four of them, tiles of 192 rows
+    (192, 7168, 4096, "segments"),  # two
     (500, 4096, 14336, "segments"),  # two, tiles of 256 rows
     (250, 6144, 4096, "tail"),
     (384, 6144, 4096, "tail"),  # tiles of 192 rows
@@ -23,6 +22,7 @@ SHARED = [
     (500, 18944, 3584, "even"),
     (65, 2048, 2048, "cluster"),
     (128, 4096, 2048, "cluster"),
+    (128, 4096, 14336, "cluster"),
     (250, 4096, 2048, "cluster"),  # rows of the last tile are multiplied twice
 ]
 
@@ -102,7 +102,8 @@ CODES = [
     (128, 4096, 4096, "cluster"),
     (128, 2048, 2048, "cluster"),  # two blocks a tile
     (250, 2048, 2048, "cluster"),  # rows of the last tile are multiplied twice
-    (128, 6144, 4096, "segments"),
+    (128, 6144, 4096, "cluster"),  # two blocks an SM
+    (160, 4096, 8192, "segments"),
     (250, 6144, 4096, "whole"),
     (130, 1024, 1152, "cluster"),
     (600, 8192, 128, "whole"),  # one stage

@@ -115,9 +115,6 @@ constexpr bool is_for_hopper_tiles(const Shape& shape) {
          shape.weight_aligned && shape.whole_vectors && can_fuse(shape);
 }
 
-/// kClusters of blocks that share an SM by two.
-constexpr std::int32_t kSmallClusters[kMaxSegments] = {264, 132, 79, 62, 47, 39, 32, 30};
-
 /// Blocks of the cluster kernel that an SM has at once, or in turn, where each of `tiles` is a
 /// cluster of `segments`.
 constexpr std::int32_t blocks_per_sm(std::int32_t tiles, std::int32_t segments) {
@@ -134,26 +131,27 @@ struct ClusterCosts {
 };
 
 constexpr ClusterCosts cluster_costs(const Shape& shape) {
-  const bool int4 = shape.format == WeightFormat::kInt4;
-  if (shape.format == WeightFormat::kDense)
-    return {.rows = 40, .ends = 0, .further = 0.5, .alone = 1.0};
-  ClusterCosts costs{.rows = 50, .ends = 12, .further = 1.0, .alone = 1.5};
+  const bool int4 = shape.format == WeightFormat::kInt4, many = shape.M > kFewRows / 2;
+  if (shape.format == WeightFormat::kDense)  // of invariant bits, what they were measured with
+    return shape.batch_invariant
+               ? ClusterCosts{.rows = 40, .ends = 0, .further = 0.5, .alone = 1.0}
+               : ClusterCosts{.rows = 40, .ends = 6, .further = 4.0, .alone = 1.3};
+  ClusterCosts costs{.rows = 50, .ends = 12, .further = 4.0, .alone = 1.5};
   if (shape.byte_x && !int4) {
-    costs.further = 4.0, costs.alone = 1.4;
-  } else if (shape.byte_x || (!int4 && shape.M <= kFewRows / 2)) {
-    costs.further = 2.0;
-  } else if (shape.M > kFewRows / 2) {
-    costs.alone = 1.2;  // weights are scaled then, not sums
+    costs.alone = 1.4;
+    if (many) costs = {.rows = 40, .ends = 6, .further = 6.0, .alone = 1.3};
+  } else if (!shape.byte_x && many) {
+    costs.further = 6.0, costs.alone = 1.0;
   }
   return costs;
 }
 
-/// Tile and segments of K of the cluster kernel: those whose fullest SM has the least to do. Of 140
-/// cases on an H200 (int4 and fp8, by 16 bits and by fp8, 16 to 64 rows, 14 shapes, each by all
-/// tiles and segments that there are) the choice is 1.2% from the best on average, 15% at most; of
-/// 14 of bf16 3%. Clusters of up to six blocks, since of seven 32 do not always run at once, and
-/// 640 columns a block at least. The warpgroups of a tile of 64 rows take stages by turns, an order
-/// of K of their own: not where bits may not depend on M.
+/// Tile and segments of K of the cluster kernel: those whose fullest SM has the least to do. Of 176
+/// cases on an H200 (int4 and fp8, by 16 bits and by fp8, and bf16, 16 and 64 rows, alone and
+/// chained, 9 shapes, each by all tiles and segments that there are) the choice is 0.8% from the
+/// best on average, 18% at most. Clusters of up to six blocks, since of seven 32 do not always run
+/// at once, and 640 columns a block at least. The warpgroups of a tile of 64 rows take stages by
+/// turns, an order of K of their own: not where bits may not depend on M.
 constexpr void cut_for_cluster(const Shape& shape, Config& config) {
   constexpr std::int32_t kColumns = 640, kMost = 6;
   const bool gated = is_gated(shape.activation);

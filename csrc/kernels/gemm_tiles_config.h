@@ -11,6 +11,8 @@ namespace ridgeline::gemm_config {
 /// Clusters of 1 to 8 blocks, each with an SM of its own, that an H200 runs at once: a cluster
 /// stays in one of the parts that SMs come in, of 16 or 18.
 constexpr std::int32_t kClusters[kMaxSegments] = {132, 66, 39, 30, 22, 17, 15, 15};
+/// The same of blocks that share an SM by two.
+constexpr std::int32_t kSmallClusters[kMaxSegments] = {264, 132, 79, 62, 47, 39, 32, 30};
 
 /// The stages of K of segment `index`, of `segments` that share out `steps`.
 struct Stages {
@@ -116,23 +118,27 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
   return best;
 }
 
-/// Tiles of the cluster kernel by more rows of int4 than few, each block on an SM of its own. Rows
-/// of 64 expand a weight twice as often as those of 128, but such a kernel starts and ends sooner.
-/// In units of kExpandTiles, of which kernels take 6% and 0.8 us more; those of an e4m3 x in units
-/// of kExpandToFp8Tiles: it is taken as it is.
-constexpr TileTime kClusterTiles[] = {{64, 128, 0.403, 2.55, 1.65},
-                                      {64, 112, 0.403, 2.55, 1.65},
-                                      {64, 64, 0.259, 2.65, 0.78}};
-constexpr TileTime kClusterCodesTiles[] = {{64, 128, 0.49, 2.7, 0.9},
-                                           {64, 112, 0.49, 2.7, 0.9},
-                                           {64, 64, 0.27, 2.3, 1.0}};
+/// Tiles of the cluster kernel by more rows of int4 than few, 64 at a time, by blocks that have an
+/// SM each, or two of them one. Rows of 64 expand a weight twice as often as those of 128, but such
+/// a kernel starts and ends sooner. In units of kExpandTiles, of which kernels take 6% and 0.8 us
+/// more; those of an e4m3 x in units of kExpandToFp8Tiles: it is taken as it is.
+struct ClusterTile {
+  std::int32_t cols, blocks;  // of a tile, of an SM
+  double step, ends, add;
+};
+constexpr ClusterTile kClusterTiles[] = {
+    {128, 1, 0.378, 2.1, 1.6}, {112, 1, 0.378, 2.1, 1.6}, {64, 1, 0.218, 2.1, 0.3}};
+constexpr ClusterTile kClusterCodesTiles[] = {{128, 1, 0.414, 3.2, 1.3},
+                                              {112, 1, 0.414, 3.2, 1.3},
+                                              {64, 1, 0.222, 2.85, 0.1},
+                                              {64, 2, 0.386, 3.2, 0.1}};
 
-/// That kernel where it takes less than `time`. H200, lab, us, expanded tiles, so, and cuBLAS bf16:
-/// 4096 x 4096 by 128 rows 14.7, 11.8, 13.7, by 192 19.0, 16.1, 17.5, by 256 19.6, 16.8, 17.1; 4096
-/// x 6144 by 128 19.4, 16.1, 16.7; 5120 x 5120 by 192 29.2, 19.9, 22.3; 2048 x 2048 by 128 11.2,
-/// 6.4, 6.8. With zero points or gated it gains as much, or loses up to 4% where it gains as
-/// little. x of e4m3, expanded tiles without the kernel that reorders x for them, and so: 4096 x
-/// 4096 by 128 rows 13.5, 10.9.
+/// That kernel where it takes less than `time`. H200, lab, us, expanded tiles and so: 4096 x 4096
+/// by 96 to 128 rows 15.5, 10.4, by 192 19.1, 16.1, by 256 21.1, 16.5; 4096 x 6144 by 128 21.0,
+/// 16.1; 14336 x 4096 by 128 31.0, 26.8; 5120 x 5120 by 192 29.4, 19.5; 2048 x 2048 by 128 11.6,
+/// 5.1. With zero points or gated it gains as much, or loses up to 4% where it gains as little. x
+/// of e4m3, expanded tiles without the kernel that reorders x for them, and so: 4096 x 4096 by 128
+/// rows 14.8, 9.7, by 256 19.0, 15.6; 4096 x 6144 by 128 19.0, 15.5; 8192 x 8192 28.9, 27.8.
 constexpr void cut_rows_for_cluster(const Shape& shape, double time, Config& config) {
   constexpr std::int32_t kColumns = 640, kMostSegments = 4;
   const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
@@ -141,13 +147,14 @@ constexpr void cut_rows_for_cluster(const Shape& shape, double time, Config& con
     return;
   const bool gated = is_gated(shape.activation);
   if (shape.byte_x && (gated || !shape.codes_x)) return;
-  for (const TileTime& tile : shape.byte_x ? kClusterCodesTiles : kClusterTiles) {
+  const auto consider = [&](const ClusterTile& tile) {
     const std::int32_t box = gated ? tile.cols / 2 : tile.cols;
-    if (box % kStripRows != 0) continue;
-    const std::int64_t tiles = ceil_div<std::int64_t>(shape.M, tile.rows) *
+    if (box % kStripRows != 0) return;
+    const auto& at_once = tile.blocks == 1 ? kClusters : kSmallClusters;
+    const std::int64_t tiles = ceil_div<std::int64_t>(shape.M, kFewRows) *
                                ceil_div(gated ? shape.N / 2 : shape.N, box);
     for (std::int32_t segments = 1; segments <= kMostSegments; ++segments) {
-      if (tiles > kClusters[segments - 1] || (segments > 1 && segments * kColumns > shape.K)) break;
+      if (tiles > at_once[segments - 1] || (segments > 1 && segments * kColumns > shape.K)) break;
       const std::int32_t steps = ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);
       const double takes = tile.step * steps + tile.ends + (segments > 1 ? tile.add : 0.0);
       if (takes >= time) continue;
@@ -159,6 +166,11 @@ constexpr void cut_rows_for_cluster(const Shape& shape, double time, Config& con
                 .tile_cols = tile.cols,
                 .fused = true};
     }
+  };
+  if (shape.byte_x) {
+    for (const ClusterTile& tile : kClusterCodesTiles) consider(tile);
+  } else {
+    for (const ClusterTile& tile : kClusterTiles) consider(tile);
   }
 }
 
