@@ -147,7 +147,7 @@ Tensor fp8_product(const Tensor& x, const Tensor& weight, const Tensor& weight_s
                    const GemmOptions& options) {
   const Backend on(x, "x");
   const bool is_fp8 = dtype_of(x, "x") == DType::kFloat8E4M3;
-  expect_quantized_dtype<Backend>(dtype, is_fp8 ? "out_dtype" : "x");
+  expect_quantized_dtype<Backend>(dtype, options.total ? "residual" : is_fp8 ? "out_dtype" : "x");
   Expect(weight, "weight").dim(2).dtype(DType::kFloat8E4M3).on_device_of(x, "x");
   Expect(weight, "weight").last_dim_contiguous();
   Expect(weight_scale, "weight_scale").dtype(DType::kFloat32).on_device_of(x, "x").contiguous();

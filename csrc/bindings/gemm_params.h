@@ -73,7 +73,7 @@ inline GemmInput gemm_input(const Tensor& x, const OptionalTensor& x_scale, std:
   return input;
 }
 
-/// Params without the weight's data, workspace and perm; allocates y.
+/// Params without the weight's data, workspace and perm; allocates y, or makes it options.total.
 inline GemmParams gemm_params(const Tensor& x, const GemmInput& input, DType dtype, std::int64_t N,
                               std::int64_t K, const GemmOptions& options, Tensor& y) {
   GemmParams params{.dtype = dtype,

@@ -547,6 +547,8 @@ FP8_ADD = OpCase(
     errors=[
         Error(r"^residual.*\[2, 8\].*\[2, 9\]", x=normal(2, 64), weight=fp8(8, 64),
               weight_scale=_positive(8), residual=normal(2, 9), dtype=torch.bfloat16),
+        Error(r"^residual.*int32", x=normal(2, 64), weight=fp8(8, 64), weight_scale=_positive(8),
+              residual=integers(0, 2, 2, 8), dtype=torch.bfloat16),
         Error(r"^residual.*contiguous", x=normal(8, 64), weight=fp8(8, 64),
               weight_scale=_positive(8), residual=normal(8, 8).t(), dtype=torch.bfloat16),
         Error(r"^residual.*expanded|^residual.*contiguous", x=normal(2, 64), weight=fp8(8, 64),
