@@ -224,6 +224,15 @@ def test_many_fp8_products_are_added_to_the_residual_as_they_are_made(
     assert seen == added
 
 
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_products_are_added_where_bits_may_depend_on_the_number_of_rows(batch_invariant: bool):
+    product = linear.make_linear(
+        torch.ones(64, 64), None, quantization="fp8", batch_invariant=batch_invariant
+    )
+    assert isinstance(product, linear.Fp8Linear)
+    assert product.adds(1 << 20) is not batch_invariant
+
+
 def test_fp8_products_meet_the_same_codes_whoever_makes_them():
     """Few tokens are normed in the product's call, many in the pass that adds to the residual."""
     generator = torch.Generator().manual_seed(7)

@@ -129,8 +129,9 @@ class Fp8Linear:
         return self._product(x, **fused)
 
     def adds(self, rows: int) -> bool:
-        """Whether so many rows are better added here than by the norm behind them."""
-        return rows * self.weight.shape[0] >= _ADDED
+        """Whether so many rows are better added here than by the norm behind them: not where bits
+        may not depend on their number, for then no kernel adds."""
+        return not self.batch_invariant and rows * self.weight.shape[0] >= _ADDED
 
     def add(self, x: Tensor, residual: Tensor) -> None:
         """``residual += self(x)``, with the same bits."""
