@@ -91,7 +91,8 @@ def test_more_sequences_than_clusters_at_once(dim: int) -> None:
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("batch, longest", [(140, 4600), (300, 700), (300, 60), (40, 9000)])
 def test_items_are_dealt(batch: int, longest: int, invariant: bool) -> None:
-    """With counters, as blocks become free; no bit differs, and zeros are left behind."""
+    """With counters, as blocks become free; no bit differs, and zeros are left behind. 300 of up to
+    700 keys are joined in clusters instead, and 40 that are not cut are an item a block."""
     lengths = [797 * b % longest for b in range(batch)]
     paged = Paged("cuda", lengths, BLOCK, math.nan, 128, kv_heads=2)
     q = normal("cuda", batch, 32, 128)

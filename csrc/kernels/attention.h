@@ -74,7 +74,8 @@ struct AttentionParams {
                          // how many its sequence brings; keys are then not split
 
   void* workspace;       // attention_workspace_bytes() of them, any contents; null if that is 0
-  std::int32_t* counters;  // [batch * kv_heads + 2], zero before and after; null: one kernel more
+  std::int32_t* counters;  // [batch * kv_heads + 2], zero before and after; null: splits are joined
+                           // by one kernel more, and items are not dealt
 };
 
 /// Throws std::invalid_argument if the shape is not covered. Enqueues one to three kernels;

@@ -109,7 +109,8 @@ class Runner:
             max_num_batched_tokens=limits.max_num_batched_tokens,
             extra=Sampler.words(limits.max_num_batched_tokens + limits.max_num_seqs),
         )
-        # The splits of a decode meet here, so that attention is one kernel; zero between steps.
+        # The splits of a decode meet here, so that attention is one kernel, and items are dealt by
+        # it; zero between steps.
         counters = (limits.max_num_seqs + 1) * model.config.num_kv_heads + 2
         self._counters = torch.zeros(counters, dtype=torch.int32, device=device)
         self._swap_space = SwapSpace(cache, host_blocks) if host_blocks else None

@@ -181,7 +181,8 @@ def paged_attention(
         plan: must be None (the work is cut from shapes and from the lengths on the device).
         workspace: uint8, any contents, at least :func:`attention_workspace_bytes`; None: allocated.
         counters: int32, at least ``B * Hkv + 2``, zero on entry and on exit, one set a stream: the
-            splits of a decode are then joined in the same launch. None: by one kernel more.
+            splits of a decode are then joined in the same launch, and those of several queries
+            dealt to blocks as these become free. None: a decode takes one kernel more.
         causal, scale, window, softcap, sinks, return_lse: see the module.
 
     Returns:
