@@ -106,5 +106,5 @@ def test_some_rows_meet_tiles_of_as_many(mean: int, kind: str, gated: bool, devi
 def test_rows_are_gathered_while_others_are_multiplied(
     K: int, kind: str, gated: bool, device: str
 ) -> None:
-    """256 rows an expert in the mean: experts of full tiles come first, and their rows of x."""
+    """256 rows an expert or more in the mean: experts of full tiles first, and their rows of x."""
     check(kind, [513, 0, 700, 257, 1, 330, 64, 511], 288, K, gated, device)

@@ -53,13 +53,14 @@ constexpr int kReleased = 3;
 
 /// Grid: (segments of K, tiles of 64, 112 or 128 weight rows by kTokens rows of x, the row tiles
 /// side by side); the segments of a tile are a cluster. Two warps request stages of 64 or 128
-/// columns of the tile and of its rows of x; two warpgroups multiply 64 weight rows by 32, 64 or
-/// 128 rows of x: of a longer tile the second has the rows from 64 on, those of 64 rows take stages
-/// by turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an fp8 x, from
-/// shared memory, the others expanded into registers. At the end each block adds up, in order, some
-/// rows of x, of which its neighbours send it their sums. Sums in float32; of fp8 by fp8, of which
-/// the tensor cores keep 14 bits, every 128 columns anew.
-/// The kernel of 16 rows of x has three warps that meet it with its norm, and one that requests.
+/// columns of the tile and of its rows of x; two warpgroups multiply 64 weight rows by 16, 32, 64
+/// or 128 rows of x: of a longer tile the second has the rows from 64 on, those of 64 rows take
+/// stages by turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an fp8 x,
+/// from shared memory, the others expanded into registers. At the end each block adds up, in order,
+/// some rows of x, of which its neighbours send it their sums. Sums in float32; of fp8 by fp8, of
+/// which the tensor cores keep 14 bits, every 128 columns anew.
+/// The kernel of 16 rows of x has three warps that meet it with its norm, and request what they
+/// begin with, in place of the one that requests x.
 /// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
 template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
 __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
@@ -238,8 +239,8 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.released = early ? kReleased : 0;
   params.unit = Layout::kInt4 && !kFp8X ? device::kInt4Unit<T> : 1.0f;
   constexpr int kXBytes = kFp8X ? 1 : 2;
-  // A request takes its thread 0.1 us, which bounds int4's stages: x comes in one where K is whole
-  // boxes. H200, 16 rows of int4, 8192 x 8192: 14.3 us, and 13.9 so.
+  // A request takes its thread time: x comes in one where K is whole boxes. H200, 16 rows of int4,
+  // 8192 x 8192, before an elected lane requested: 14.3 us, and 13.9 so.
   params.x_boxes = p.K % 64 == 0 ? Layout::kXBoxes : 1;
   params.x = params.x_boxes == 1
                  ? device::matrix_map({.data = p.x.data,

@@ -90,7 +90,7 @@ struct StageLayout {
   }
 };
 
-/// Fixed parts; after them the ring, and what neighbours of the cluster send.
+/// Fixed parts, at the end; ahead of them the rings, the norm's weight, and what neighbours send.
 struct Fixed {
   std::uint64_t full[kMaxStages], empty[kMaxStages];
   std::uint64_t raw[kMaxStages];  // x is in, which is to meet its norm
@@ -198,8 +198,7 @@ struct Producer {
   /// Where stages of x and of the weight lie together.
   __device__ char* x_of(const Step& step) const { return step.weight - params.weights_at; }
 
-  /// request(step) for steps from `from`, within the first round, on, each as soon as its stage is
-  /// free.
+  /// request(step) for steps from `from`, at most a round, on, each as soon as its stage is free.
   template <class Request>
   __device__ void for_each_step(int from, int to, Request request) const {
     RingPlace place;

@@ -96,7 +96,7 @@ def int4_linear(
 ) -> Tensor:
     """:func:`linear` with a 4-bit weight: products of what ``weight.dequantize()`` gives.
 
-    On Hopper, up to 16 rows run on the integer tensor cores: the weight's integers as they are,
+    On Hopper few rows may run on the integer tensor cores: the weight's integers as they are,
     times ``x`` rounded to within 2**-14 of the largest of 128 neighbours. Elsewhere the weight is
     expanded in registers, and ``x`` stays as it is.
 
