@@ -24,8 +24,7 @@ constexpr std::int32_t greater(std::int32_t a, std::int32_t b) { return a > b ? 
 /// The runs of one sequence.
 struct Sequence {
   std::int64_t q_begin, k_begin;  // first row of a packed q and k; 0 otherwise
-  std::int32_t q_len, k_len;
-  std::int32_t k_start;
+  std::int32_t q_len, k_len, k_start;
 };
 
 /// The runs of sequence `b`, clamped to what q, k and the block table hold; read(p) reads *p.
@@ -110,11 +109,9 @@ constexpr std::int32_t max_split_count(std::int32_t head_dim, std::int32_t kv_by
 }
 
 /// The Hopper decode kernel: one sequence alone has an item for nearly every SM, and two of at
-/// least kDecodeKeys keys where it is long enough (H200, 32 sequences of 8k keys: 251.5 us with
-/// 256, 249.5 with 512; with 512 and 1024 one of 9000 17.0 and 14.1, fp8 18.9 and 13.2, two of
-/// 10000 30.6 and 24.9, but 32 of them 297 and 300). Runs have at least kDecodeLeast keys (32
-/// sequences of 1k keys: 36.4 us with 64, 35.9 with 128; one: 4.7 and 4.8). A sequence of at most
-/// kDecodeWhole has shorter ones, and in a batch is one item.
+/// least kDecodeKeys keys where it is long enough (H200, us with 512 and 1024: one of 9000 17.0 and
+/// 14.1, 32 of 10000 297 and 300). Runs have at least kDecodeLeast keys (32 of 1k: 36.4 with 64,
+/// 35.9 with 128). A sequence of at most kDecodeWhole has shorter ones, and in a batch is one item.
 constexpr std::int32_t kDecodeItems = 128;
 constexpr std::int32_t kDecodeKeys = 1024;
 constexpr std::int32_t kDecodeLeast = 128;
@@ -186,9 +183,8 @@ constexpr bool packs_unsplit(const AttentionParams& p) {
 constexpr std::int32_t prefill_keys(std::int32_t columns) { return columns <= 128 ? 128 : 64; }
 
 /// Keys a split before packed rows. Up to kRowClusterKeys make at most row_cluster() splits, each a
-/// block's of one cluster: with two blocks an SM, 32 clusters of 8 do not fit on every H200. H200,
-/// one KV head, 4k keys, 8, 16, 24, 32, 64 sequences by clusters of 6 and 7: 11.8 12.6 20.1 20.6
-/// 39.6 us and 11.2 13.7 17.8 19.5 38.6; heads of 64, 32: 13.8 and 15.3; of 256, 16: 20 and 33.
+/// block's of one cluster: with two blocks an SM, 32 clusters of 8 do not fit on every H200. One KV
+/// head, 4k keys, 16, 32, 64 sequences by 6 and 7: 12.6 20.6 39.6 us and 13.7 19.5 38.6.
 constexpr std::int32_t kRowSplitKeys = 512;
 constexpr std::int32_t kRowClusterKeys = 4608;
 constexpr std::int32_t row_cluster(std::int32_t dim) { return dim > 64 && dim <= 128 ? 7 : 6; }
@@ -208,11 +204,9 @@ constexpr std::int32_t max_row_splits(std::int32_t head_dim, std::int32_t max_k)
 constexpr std::int32_t row_blocks(std::int32_t columns) { return columns <= 128 ? 2 : 1; }
 
 /// Whether these splits are joined in clusters: all of them run side by side, or half where blocks
-/// share an SM, so that the start and end of one lie beside another's keys. H200, 64 sequences of
-/// 4k keys, one KV head: 46 us by a second kernel, 39 so. Clusters of 7 are as many as those of 6.
-/// Small ones, which fill the SMs, may follow each other: 128 sequences of 2k keys 44.5 and 39.3,
-/// 256 of 1k 50 and 41, 512 of 600 77 and 61; but of 4k, where lengths differ, 47 and 52. Not where
-/// other kernels take most: 512 empty clusters of 4 take 6 us more than blocks that stay.
+/// share an SM, so that the start and end of one lie beside another's keys. Small ones, which fill
+/// the SMs, may follow each other (256 sequences of 1k keys 50 us and 41), but not where other
+/// kernels take most: 512 empty clusters take 6 us more than blocks that stay.
 constexpr std::int32_t kSmallCluster = 4;
 constexpr bool joins_clusters(const AttentionParams& p, std::int32_t multiprocessors) {
   const std::int32_t splits = max_row_splits(p.head_dim, p.max_k);
