@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import ridgeline
 from ridgeline import ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -103,6 +104,26 @@ def test_every_bit_of_bfloat16_counts(rows: int, device: str) -> None:
         copy = y[:, at : at + K]
         assert torch.equal(copy[~small], x[~small])
         assert ((copy.double() - x.double()).abs() <= 2.0**-17 * most).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "N"), [(900, 1816), (1100, 4168)])  # tiles of 128, 256 columns
+def test_a_product_added_in_place_has_the_bits_of_product_and_sum(
+    rows: int, N: int, dtype: torch.dtype
+) -> None:
+    x, weight, scale, _ = inputs(rows, 144, N, "cuda", torch.bfloat16)
+    codes, x_scale = ops.quantize_fp8(x)
+    scale[0] = 0.0
+    residual = torch.randn(rows, N, device="cuda").to(dtype)
+    residual[:, 0] = torch.finfo(dtype).tiny / 4  # subnormal, and so is the sum
+    total = residual.clone()
+    if torch.cuda.get_device_capability() == (9, 0):
+        told = ridgeline.explain("fp8_linear_add", codes, weight, scale, total, x_scale=x_scale)
+        assert len(told.kernels) == 1
+    ops.fp8_linear_add(codes, weight, scale, total, x_scale=x_scale)
+    product = ops.fp8_linear(codes, weight, scale, x_scale=x_scale, out_dtype=dtype)
+    assert torch.equal(total, residual + product)
 
 
 def test_codes_cannot_be_made_of_codes() -> None:
