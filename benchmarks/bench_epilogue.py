@@ -70,7 +70,9 @@ class Product:
             args, options = make()
             return [args, options, make_fused(), *tensors_of(args)]
 
-        def with_it(args: tuple[Any, ...], options: Options, more: Options, *_: Tensor) -> Tensor:
+        def with_it(args: tuple[Any, ...], options: Options, more: Options, *_: Tensor) -> Any:
+            if name == "added":
+                return ops.fp8_linear_add(*args, x_scale=options["x_scale"], **more)
             return getattr(ops, op)(*args, **options, **more)
 
         def without(args: tuple[Any, ...], options: Options, more: Options, *_: Tensor) -> Tensor:
@@ -128,6 +130,8 @@ def main() -> None:
             product.measure("linear", product.linear, name, make_fused)
             product.measure("fp8_linear", eight, name, make_fused)
             product.measure("int4_linear", product.int4, name, make_fused)
+        if M > 64:  # where one kernel adds in place; the cost is that of a residual
+            product.measure("fp8_linear", product.w8a8, "added", product.fused()["residual"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Reductions of rows, softmax and fp8 quantising, beside eager and compiled PyTorch."""
+"""Reductions of rows, softmax and quantising to 8 bits, beside eager and compiled PyTorch."""
 
 from __future__ import annotations
 
@@ -39,6 +39,11 @@ def torch_quantize(x: Tensor, granularity: str) -> tuple[Tensor, Tensor]:
     return (x.view(tiles) / scale).to(torch.float8_e4m3fn).view(x.shape), scale
 
 
+def torch_quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
+    scale = x.abs().float().amax(-1, keepdim=True) / 127
+    return (x / scale).round().to(torch.int8), scale
+
+
 def reductions(bench: Bench, rows: int, cols: int, dtype: torch.dtype) -> None:
     def make() -> tuple[Tensor]:
         return (torch.randn(rows, cols, device=bench.device, dtype=dtype),)
@@ -77,6 +82,15 @@ def reductions(bench: Bench, rows: int, cols: int, dtype: torch.dtype) -> None:
             cost=op_cost("quantize_fp8", x, granularity),
             fields={**fields, "granularity": granularity},
         )
+    compare(
+        bench,
+        "quantize_int8",
+        make=make,
+        ours=ops.quantize_int8,
+        torchs=torch_quantize_int8,
+        cost=op_cost("quantize_int8", x),
+        fields=fields,
+    )
 
 
 def main() -> None:
