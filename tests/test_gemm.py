@@ -298,7 +298,10 @@ def plan(
         (257, {"hopper": True, "format": "int4"}, "expand"),
         (65, {"hopper": True, "format": "int4", "dtype": "float16"}, "expand"),
         (65, {"hopper": True, "format": "fp8"}, "expand"),
-        (65, {"hopper": True, "format": "fp8_fp8"}, "fp8"),
+        (65, {"hopper": True, "format": "fp8_fp8"}, "cluster"),
+        (65, {"hopper": True, "format": "fp8_fp8", "activation": "silu_mul"}, "fp8"),
+        (256, {"hopper": True, "format": "fp8_fp8"}, "cluster"),
+        (257, {"hopper": True, "format": "fp8_fp8"}, "fp8"),
         (65, {"hopper": True, "format": "fp8_fp8", "invariant": True}, "tile"),
         (65, {"hopper": True, "format": "int4_fp8"}, "cluster"),
         (256, {"hopper": True, "format": "int4_fp8"}, "cluster"),
@@ -307,7 +310,8 @@ def plan(
         (1, {"format": "int8"}, "tile"),
         (8, {"hopper": True, "format": "int8"}, "strips"),
         (9, {"hopper": True, "format": "int8"}, "cluster"),
-        (65, {"hopper": True, "format": "int8"}, "fp8"),
+        (65, {"hopper": True, "format": "int8"}, "cluster"),
+        (257, {"hopper": True, "format": "int8"}, "fp8"),
         (65, {"hopper": True, "format": "int8", "invariant": True}, "tile"),
         (1, {"hopper": True, "invariant": True}, "cluster"),
         (300, {"hopper": True, "invariant": True}, "grouped"),
@@ -382,8 +386,14 @@ def test_rows_that_registers_hold(M: int, K: int, norm: bool, path: str, segment
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("activation", [None, "silu_mul"])
-@pytest.mark.parametrize(("M", "N", "K"), [(9, 4096, 4096), (32, 4128, 5000), (49, 6144, 4096)])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "activation"),
+    [
+        *((9, 4096, 4096, activation) for activation in (None, "silu_mul")),
+        *((32, 4128, 5000, activation) for activation in (None, "silu_mul")),
+        *((49, 6144, 4096, activation) for activation in (None, "silu_mul")),
+    ],
+)
 def test_dense_products_of_the_cluster_kernel(
     M: int, N: int, K: int, activation: str | None
 ) -> None:
@@ -513,14 +523,18 @@ def test_tiles_of_a_cluster_by_rows(
 @pytest.mark.parametrize(
     ("M", "N", "K", "format", "tile"),
     [
-        (128, 4096, 4096, "fp8_fp8", (128, 128, 3)),
+        (128, 4096, 4096, "fp8_fp8", (0, 64, 1)),  # the cluster kernel's, of 64 rows
+        (192, 4096, 4096, "fp8_fp8", (0, 128, 1)),
+        (128, 2048, 2048, "fp8_fp8", (0, 64, 2)),
+        (128, 8192, 28672, "fp8_fp8", (128, 128, 2)),
+        (192, 4096, 14336, "fp8_fp8", (128, 128, 2)),
         (128, 4096, 14336, "fp8", (128, 128, 4)),
         (128, 6144, 4096, "fp8", (128, 128, 2)),
-        (128, 6144, 4096, "int4", (0, 128, 1)),  # the cluster kernel's, of 64 rows
+        (128, 6144, 4096, "int4", (0, 128, 1)),
         (128, 4096, 4096, "int4", (0, 64, 1)),
         (128, 28672, 4096, "fp8_fp8", (128, 256, 1)),
         (512, 4096, 4096, "fp8_fp8", (128, 128, 1)),
-        (128, 256, 128, "fp8_fp8", (128, 128, 1)),
+        (128, 256, 128, "fp8_fp8", (0, 128, 1)),
         (256, 28672, 4096, "int4", (256, 128, 1)),
         (192, 28672, 4096, "int4", (192, 128, 1)),
         (192, 4096, 14336, "int4", (192, 128, 4)),

@@ -115,67 +115,6 @@ constexpr bool is_for_hopper_tiles(const Shape& shape) {
          shape.weight_aligned && shape.whole_vectors && can_fuse(shape);
 }
 
-/// Blocks of the cluster kernel that an SM has at once, or in turn, where each of `tiles` is a
-/// cluster of `segments`.
-constexpr std::int32_t blocks_per_sm(std::int32_t tiles, std::int32_t segments) {
-  if (tiles <= kClusters[segments - 1]) return 1;
-  return std::max(2, ceil_div(2 * tiles, kSmallClusters[segments - 1]));
-}
-
-/// What a stage of 128 columns costs a block of the cluster kernel, in weight rows and stages.
-struct ClusterCosts {
-  std::int32_t rows;  // besides those of its tile
-  std::int32_t ends;  // stages that its start and its end take
-  double further;     // and a further segment
-  double alone;       // a block that has an SM hides less
-};
-
-constexpr ClusterCosts cluster_costs(const Shape& shape) {
-  const bool int4 = shape.format == WeightFormat::kInt4, many = shape.M > kFewRows / 2;
-  if (shape.format == WeightFormat::kDense)  // of invariant bits, what they were measured with
-    return shape.batch_invariant
-               ? ClusterCosts{.rows = 40, .ends = 0, .further = 0.5, .alone = 1.0}
-               : ClusterCosts{.rows = 40, .ends = 6, .further = 4.0, .alone = 1.3};
-  ClusterCosts costs{.rows = 50, .ends = 12, .further = 4.0, .alone = 1.5};
-  if (shape.byte_x && !int4) {
-    costs.alone = 1.4;
-    if (many) costs = {.rows = 40, .ends = 6, .further = 6.0, .alone = 1.3};
-  } else if (!shape.byte_x && many) {
-    costs.further = 6.0, costs.alone = 1.0;
-  }
-  return costs;
-}
-
-/// Tile and segments of K of the cluster kernel: those whose fullest SM has the least to do. Of 176
-/// cases on an H200 (int4 and fp8, by 16 bits and by fp8, and bf16, 16 and 64 rows, alone and
-/// chained, 9 shapes, each by all tiles and segments that there are) the choice is 0.8% from the
-/// best on average, 18% at most. Clusters of up to six blocks, since of seven 32 do not always run
-/// at once, and 640 columns a block at least. The warpgroups of a tile of 64 rows take stages by
-/// turns, an order of K of their own: not where bits may not depend on M.
-constexpr void cut_for_cluster(const Shape& shape, Config& config) {
-  constexpr std::int32_t kColumns = 640, kMost = 6;
-  const bool gated = is_gated(shape.activation);
-  const std::int32_t stages = ceil_div(shape.K, 2 * kBlockCols);
-  const ClusterCosts costs = cluster_costs(shape);
-  double best = 0.0;
-  for (const std::int32_t rows : {kGroupRows, 2 * kGroupRows - kStripRows, 2 * kGroupRows}) {
-    const std::int32_t box = gated ? rows / 2 : rows;
-    if (shape.format == WeightFormat::kInt4 && box % kStripRows != 0) continue;
-    if (shape.batch_invariant && rows == kGroupRows) continue;
-    const std::int32_t tiles = ceil_div(gated ? shape.N / 2 : shape.N, box);
-    for (std::int32_t segments = 1; segments <= kMost; ++segments) {
-      const std::int32_t blocks = blocks_per_sm(tiles, segments);
-      if (segments > 1 && (blocks > 2 || segments * kColumns > shape.K)) break;
-      const double each = ceil_div(stages, segments) + costs.further * (segments - 1) + costs.ends;
-      const double time = (blocks == 1 ? costs.alone : 1.0) * blocks * (rows + costs.rows) * each;
-      if (best != 0.0 && time >= best) continue;
-      best = time;
-      config.tile_cols = rows;
-      config.segments = segments;
-    }
-  }
-}
-
 /// Where the cluster kernel, chained and one launch, beats cuBLASLt's split of K, a kernel that
 /// adds its parts and their gaps. H200, bf16, 16, 32 and 64 rows, us: 4096 x 4096 10.7, 10.8, 11.4
 /// and 13.3, 13.5, 12.4; 14336 x 4096 29.5, 29.7, 31.0 and 33.1, 34.2, 36.7. In a later run 3584 x
@@ -310,7 +249,7 @@ constexpr Config choose(const Shape& shape) {
   }
   if (config.path == Path::kExpand || config.path == Path::kExpandToFp8)
     cut_rows_for_cluster(shape, cut_for_expand(shape, config), config);
-  if (config.path == Path::kFp8) cut_for_fp8(shape, config);
+  if (config.path == Path::kFp8) cut_rows_for_cluster(shape, cut_for_fp8(shape, config), config);
   if (config.path == Path::kTile) {
     config.tile_rows = shape.M <= 64 ? 64 : 128;
     const std::int64_t tiles =

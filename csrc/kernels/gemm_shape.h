@@ -44,7 +44,7 @@ static_assert(kShareOfSm + kShareOfStrips + 2 * 1024 <= 228 * 1024);
 enum class Path : std::uint8_t {
   kStrips,   // Hopper, 8 rows or fewer: each block streams whole strips of the weight
   kDigits,   // Hopper, int4, 8 rows or fewer: the same, by the integer tensor cores
-  kCluster,  // Hopper, up to 64 rows, int4 and batch-invariant more: tiles, K cut by a cluster
+  kCluster,  // Hopper, up to 64 rows, and more of them: tiles, K cut by a cluster of blocks
   kStream,   // up to 16 rows: each warp streams a strip of the weight
   kTile,     // shared-memory tiles
   kExpand,   // Hopper, more rows: a weight of 4 or 8 bits is expanded between memory and wgmma

@@ -5,7 +5,7 @@
 #include "common/math.h"
 #include "kernels/gemm_shape.h"
 
-/// How Hopper's kernels for many rows cut a product into tiles, and tiles among blocks.
+/// How Hopper's kernels cut a product into tiles, and tiles among blocks.
 namespace ridgeline::gemm_config {
 
 /// Clusters of 1 to 8 blocks, each with an SM of its own, that an H200 runs at once: a cluster
@@ -42,8 +42,8 @@ constexpr std::int64_t tiles_of(const Shape& shape, std::int32_t rows, std::int3
 }
 
 /// Hopper's fp8 by fp8: the tile and segments of K that take least. K is cut under the smallest
-/// tile only, of which a cluster has the fewest sums to add.
-constexpr void cut_for_fp8(const Shape& shape, Config& config) {
+/// tile only, of which a cluster has the fewest sums to add. Returns that time.
+constexpr double cut_for_fp8(const Shape& shape, Config& config) {
   const std::int32_t steps = ceil_div(shape.K, 2 * kBlockCols);
   double best = 0.0;
   for (const TileTime& tile : kFp8Tiles) {
@@ -61,6 +61,7 @@ constexpr void cut_for_fp8(const Shape& shape, Config& config) {
       config.segments = segments;
     }
   }
+  return best;
 }
 
 /// Blocks that multiply the tails of tiles, each of so many tiles.
@@ -118,10 +119,75 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
   return best;
 }
 
-/// Tiles of the cluster kernel by more rows of int4 than few, 64 at a time, by blocks that have an
-/// SM each, or two of them one. Rows of 64 expand a weight twice as often as those of 128, but such
-/// a kernel starts and ends sooner. In units of kExpandTiles, of which kernels take 6% and 0.8 us
-/// more; those of an e4m3 x in units of kExpandToFp8Tiles: it is taken as it is.
+/// Blocks of the cluster kernel that an SM has at once, or in turn, where each of `tiles` is a
+/// cluster of `segments`.
+constexpr std::int32_t blocks_per_sm(std::int32_t tiles, std::int32_t segments) {
+  if (tiles <= kClusters[segments - 1]) return 1;
+  return std::max(2, ceil_div(2 * tiles, kSmallClusters[segments - 1]));
+}
+
+/// What a stage of 128 columns costs a block of the cluster kernel, in weight rows and stages.
+struct ClusterCosts {
+  std::int32_t rows;  // besides those of its tile
+  std::int32_t ends;  // stages that its start and its end take
+  double further;     // and a further segment
+  double alone;       // a block that has an SM hides less
+};
+
+constexpr ClusterCosts cluster_costs(const Shape& shape) {
+  const bool int4 = shape.format == WeightFormat::kInt4, many = shape.M > kFewRows / 2;
+  if (shape.format == WeightFormat::kDense)  // of invariant bits, what they were measured with
+    return shape.batch_invariant
+               ? ClusterCosts{.rows = 40, .ends = 0, .further = 0.5, .alone = 1.0}
+               : ClusterCosts{.rows = 40, .ends = 6, .further = 4.0, .alone = 1.3};
+  ClusterCosts costs{.rows = 50, .ends = 12, .further = 4.0, .alone = 1.5};
+  if (shape.byte_x && !int4) {
+    costs.alone = 1.4;
+    if (many) costs = {.rows = 40, .ends = 6, .further = 6.0, .alone = 1.3};
+  } else if (!shape.byte_x && many) {
+    costs.further = 6.0, costs.alone = 1.0;
+  }
+  return costs;
+}
+
+/// Tile and segments of K of the cluster kernel: those whose fullest SM has the least to do. Of 176
+/// cases on an H200 (int4 and fp8, by 16 bits and by fp8, and bf16, 16 and 64 rows, alone and
+/// chained, 9 shapes, each by all tiles and segments that there are) the choice is 0.8% from the
+/// best on average, 18% at most. Clusters of up to six blocks, since of seven 32 do not always run
+/// at once, and 640 columns a block at least. The warpgroups of a tile of 64 rows take stages by
+/// turns, an order of K of their own: not where bits may not depend on M. Returns how many tiles.
+constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
+  constexpr std::int32_t kColumns = 640, kMost = 6;
+  const bool gated = is_gated(shape.activation);
+  const std::int32_t stages = ceil_div(shape.K, 2 * kBlockCols);
+  const ClusterCosts costs = cluster_costs(shape);
+  double best = 0.0;
+  std::int32_t chosen = 0;
+  for (const std::int32_t rows : {kGroupRows, 2 * kGroupRows - kStripRows, 2 * kGroupRows}) {
+    const std::int32_t box = gated ? rows / 2 : rows;
+    if (shape.format == WeightFormat::kInt4 && box % kStripRows != 0) continue;
+    if (shape.batch_invariant && rows == kGroupRows) continue;
+    const std::int32_t tiles = ceil_div(gated ? shape.N / 2 : shape.N, box);
+    for (std::int32_t segments = 1; segments <= kMost; ++segments) {
+      const std::int32_t blocks = blocks_per_sm(tiles, segments);
+      if (segments > 1 && (blocks > 2 || segments * kColumns > shape.K)) break;
+      const double each = ceil_div(stages, segments) + costs.further * (segments - 1) + costs.ends;
+      const double time = (blocks == 1 ? costs.alone : 1.0) * blocks * (rows + costs.rows) * each;
+      if (best != 0.0 && time >= best) continue;
+      best = time;
+      chosen = tiles;
+      config.tile_cols = rows;
+      config.segments = segments;
+    }
+  }
+  return chosen;
+}
+
+/// Tiles of the cluster kernel by more rows than few, 64 at a time, by blocks that have an SM each,
+/// or two of them one. A weight goes to the tensor cores twice as often as with rows of 128, but
+/// such a kernel starts and ends sooner. Of int4 in units of kExpandTiles, of which kernels take 6%
+/// and 0.8 us more; those of an e4m3 x in units of kExpandToFp8Tiles: it is taken as it is. Of 8
+/// bits by 8 in units of kFp8Tiles.
 struct ClusterTile {
   std::int32_t cols, blocks;  // of a tile, of an SM
   double step, ends, add;
@@ -132,24 +198,38 @@ constexpr ClusterTile kClusterCodesTiles[] = {{128, 1, 0.414, 3.2, 1.3},
                                               {112, 1, 0.414, 3.2, 1.3},
                                               {64, 1, 0.222, 2.85, 0.1},
                                               {64, 2, 0.386, 3.2, 0.1}};
+constexpr ClusterTile kClusterFp8Tiles[] = {{128, 1, 0.27, 2.3, 2.5}, {64, 1, 0.15, 3.1, 0.1}};
+constexpr ClusterTile kClusterInt8Tiles[] = {{64, 1, 0.23, 2.6, 0.1}};
+
+/// Whether such rows may be the cluster kernel's: whole groups, and no gates of 8 bits, which gain
+/// nothing by it.
+constexpr bool may_be_for_cluster(const Shape& shape) {
+  const bool gated = is_gated(shape.activation);
+  if (shape.format == WeightFormat::kInt8) return !gated;
+  if (shape.format == WeightFormat::kFp8)
+    return !gated && shape.codes_x && shape.scales_products;
+  const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
+  return shape.format == WeightFormat::kInt4 && shape.dtype == DType::kBFloat16 && whole &&
+         shape.N % kStripRows == 0 && !(shape.byte_x && (gated || !shape.codes_x));
+}
 
 /// That kernel where it takes less than `time`. H200, lab, us, expanded tiles and so: 4096 x 4096
 /// by 96 to 128 rows 15.5, 10.4, by 192 19.1, 16.1, by 256 21.1, 16.5; 4096 x 6144 by 128 21.0,
 /// 16.1; 14336 x 4096 by 128 31.0, 26.8; 5120 x 5120 by 192 29.4, 19.5; 2048 x 2048 by 128 11.6,
 /// 5.1. With zero points or gated it gains as much, or loses up to 4% where it gains as little. x
 /// of e4m3, expanded tiles without the kernel that reorders x for them, and so: 4096 x 4096 by 128
-/// rows 14.8, 9.7, by 256 19.0, 15.6; 4096 x 6144 by 128 19.0, 15.5; 8192 x 8192 28.9, 27.8.
+/// rows 14.8, 9.7, by 256 19.0, 15.6; 4096 x 6144 by 128 19.0, 15.5; 8192 x 8192 28.9, 27.8. fp8 by
+/// fp8, tiles of 128 rows and so, chained: 4096 x 4096 by 72 to 128 rows 12.3, 8.7, by 192 12.6,
+/// 11.6; 4096 x 6144 by 128 12.8, 12.1; 14336 x 4096 by 128 24.1, 21.6, 8192 x 8192 25.5, 24.0,
+/// 5120 x 5120 15.3, 13.6; 2048 x 2048 7.4, 4.6; int8 4096 x 4096 by 128 11.7, 9.9, 2048 x 2048
+/// 7.0, 4.4, but 14336 x 4096 23.1, 28.2.
 constexpr void cut_rows_for_cluster(const Shape& shape, double time, Config& config) {
   constexpr std::int32_t kColumns = 640, kMostSegments = 4;
-  const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
-  if (shape.format != WeightFormat::kInt4 || shape.dtype != DType::kBFloat16 ||
-      !whole || shape.N % kStripRows != 0)
-    return;
-  const bool gated = is_gated(shape.activation);
-  if (shape.byte_x && (gated || !shape.codes_x)) return;
+  if (!may_be_for_cluster(shape)) return;
+  const bool gated = is_gated(shape.activation), int4 = shape.format == WeightFormat::kInt4;
   const auto consider = [&](const ClusterTile& tile) {
     const std::int32_t box = gated ? tile.cols / 2 : tile.cols;
-    if (box % kStripRows != 0) return;
+    if (int4 && box % kStripRows != 0) return;
     const auto& at_once = tile.blocks == 1 ? kClusters : kSmallClusters;
     const std::int64_t tiles = ceil_div<std::int64_t>(shape.M, kFewRows) *
                                ceil_div(gated ? shape.N / 2 : shape.N, box);
@@ -167,7 +247,11 @@ constexpr void cut_rows_for_cluster(const Shape& shape, double time, Config& con
                 .fused = true};
     }
   };
-  if (shape.byte_x) {
+  if (shape.format == WeightFormat::kInt8) {
+    for (const ClusterTile& tile : kClusterInt8Tiles) consider(tile);
+  } else if (!int4) {
+    for (const ClusterTile& tile : kClusterFp8Tiles) consider(tile);
+  } else if (shape.byte_x) {
     for (const ClusterTile& tile : kClusterCodesTiles) consider(tile);
   } else {
     for (const ClusterTile& tile : kClusterTiles) consider(tile);
