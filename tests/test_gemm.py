@@ -292,7 +292,8 @@ def plan(
         (2, {"hopper": True, "format": "fp8_fp8"}, "cluster"),
         (4, {"hopper": True, "format": "fp8_fp8", "chained": True}, "strips"),
         (5, {"hopper": True, "format": "fp8_fp8", "chained": True}, "cluster"),
-        (65, {"hopper": True}, "library"),
+        (65, {"hopper": True}, "cluster"),
+        (129, {"hopper": True}, "library"),
         (65, {"hopper": True, "format": "int4"}, "cluster"),
         (256, {"hopper": True, "format": "int4"}, "cluster"),
         (257, {"hopper": True, "format": "int4"}, "expand"),
@@ -331,7 +332,13 @@ def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
         (32, 3584, 3584, "cluster"),
         (33, 3584, 3584, "library"),
         (64, 128256, 4096, "cluster"),
-        (65, 28672, 4096, "library"),
+        (65, 28672, 4096, "cluster"),
+        (128, 4096, 14336, "cluster"),
+        (129, 4096, 14336, "library"),
+        (128, 28672, 4096, "cluster"),
+        (128, 6144, 4096, "library"),
+        (128, 8192, 2048, "library"),
+        (128, 57344, 8192, "library"),
     ],
 )
 def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -> None:
@@ -392,6 +399,9 @@ def test_rows_that_registers_hold(M: int, K: int, norm: bool, path: str, segment
         *((9, 4096, 4096, activation) for activation in (None, "silu_mul")),
         *((32, 4128, 5000, activation) for activation in (None, "silu_mul")),
         *((49, 6144, 4096, activation) for activation in (None, "silu_mul")),
+        (100, 28672, 4096, None),
+        (65, 4096, 14336, None),
+        (128, 4096, 5000, None),
     ],
 )
 def test_dense_products_of_the_cluster_kernel(

@@ -176,6 +176,28 @@ constexpr bool is_for_turns(const Shape& shape) {
   return 5 * std::max(shape.M, kSide) * along_n >= 4 * kSide * kBlocksWanted * waves;
 }
 
+/// Rows of 16 bits, more than few, that one tile of the cluster kernel holds, where its blocks
+/// leave few SMs idle. H200, bf16, chained, 72 and 128 rows, cuBLASLt and so, us: 4096 x 4096 12.2,
+/// 11.4 and 14.0, 12.7; 8192 x 4096 23.7, 19.3 and 25.9, 21.2; 14336 x 4096 35.9, 31.1 and 37.1,
+/// 34.0; 4096 x 14336 33.9, 30.0 and 33.1, 31.5; 28672 x 8192 133, 114 and 125, 118; 18944 x 3584
+/// 43.1, 37.1 and 44.3, 42.3. With more SMs idle 4096 x 6144 16.3, 16.2 and 16.8, 18.0; 5120 x 5120
+/// 16.8, 18.1 and 18.0, 19.7. Less K is less to gain: 2048 x 8192 11.2, 10.8 and 11.6, 11.9. GELU
+/// by turns is as fast: 128 rows of 4096 x 28672 69.8 and 71.7. Gated 4096 x 28672 takes 67.0, 59.9
+/// and 67.9, 66.4 chained to itself, but in the engine a step of 128 sequences of 8B shapes 6.15 ms
+/// and 6.31 so; without gates 6.03.
+constexpr bool is_for_tall_cluster(const Shape& shape) {
+  constexpr std::int32_t kMostRows = 2 * kFewRows, kLeastCols = 4096, kLeastBusy = 112;
+  if (!shape.hopper || shape.batch_invariant || shape.format != WeightFormat::kDense ||
+      shape.dtype == DType::kFloat32 || !shape.weight_aligned || shape.M <= kFewRows ||
+      shape.M > kMostRows || shape.K < kLeastCols ||
+      is_gated(shape.activation) || is_for_turns(shape))
+    return false;
+  Config config{};
+  const std::int32_t tiles = cut_for_cluster(shape, config);
+  const std::int32_t on_sm = blocks_per_sm(tiles, config.segments);
+  return on_sm <= 2 && tiles * config.segments >= on_sm * kLeastBusy;
+}
+
 /// Whether row tiles of the kernel of two warpgroups by turns are full enough for it to be faster
 /// where bits may not depend on M: gated 4096 x 28672, 256, 384 and 512 rows 105, 148, 164 us and
 /// the experts' kernel 110, 159, 203, but 192 rows 99 and 82; 128 rows in a model 67, and about 74
@@ -186,6 +208,7 @@ constexpr bool has_few_empty_rows(const Shape& shape) {
 
 constexpr Path path_of(const Shape& shape) {
   if (is_for_grouped(shape)) return Path::kGrouped;
+  if (is_for_tall_cluster(shape)) return Path::kCluster;
   if (!shape.batch_invariant && is_for_turns(shape)) return Path::kTurns;
   if (is_for_hopper_tiles(shape)) {
     if (!shape.byte_x) return Path::kExpand;
