@@ -163,7 +163,7 @@ Plan plan_of(const GemmParams& p) {
                     .library = library_takes(p),
                     .batch_invariant = p.batch_invariant,
                     .chained = p.weights_ready,
-                    .normalizes = p.x.norm_weight != nullptr,
+                    .normalizes = p.x.norm_weight != nullptr && folds_norm(p, Path::kStrips),
                     .makes_codes = p.x.to_codes,
                     .sms = device::multiprocessors()};
   Plan plan{.config = gemm_config::choose(shape)};
