@@ -38,10 +38,9 @@ __host__ __device__ constexpr int octets_of_turns(const ClusterParams& params) {
 template <int kTokens>
 __host__ __device__ constexpr int received_bytes(const ClusterParams& params, int segments,
                                                  int rows) {
-  if (params.by_turns) return bytes_of_turns(octets_of_turns<kTokens>(params));
-  const int squares = kTokens == kNormTokens ? kNormTokens : 0;
-  return (segments - 1) * (rows * params.row_groups * kGroupRows + squares) *
-         static_cast<int>(sizeof(float));
+  constexpr int kSquares = kTokens == kNormTokens ? kNormTokens * 4 : 0;
+  if (params.by_turns) return bytes_of_turns(octets_of_turns<kTokens>(params)) + kSquares;
+  return (segments - 1) * (rows * params.row_groups * kGroupRows * 4 + kSquares);
 }
 
 /// Stages of the weight that L2 is asked for by blocks that have an SM each ...
@@ -132,7 +131,7 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
       ptx::cluster_wait();  // the barriers of both blocks are made
       const auto end = [&]<int kOctets>() {
         char* stages = ring + (Layout::kApart ? params.weights_at : 0);
-        const TurnsEnd<T, kOctets> turns{
+        const TurnsEnd<T, kOctets, kFolds> turns{
             params, fixed, stages, reinterpret_cast<float4*>(received), first, row0, m};
         turns.run(consumer.sums);
       };
@@ -140,6 +139,8 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
         end.template operator()<8>();
       } else if constexpr (kTokens == 32) {
         params.rows_held <= 16 ? end.template operator()<2>() : end.template operator()<4>();
+      } else if constexpr (kFolds) {
+        end.template operator()<2>();
       }
       return;
     }
@@ -186,9 +187,10 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // H200, 64 rows, us: bf16 at 4096 x 4096 12.3 and 11.4, at 14336 x 4096 33.6 and 30.9; fp8 by
   // bf16 10.6 and 9.1, 29.7 and 21.1; int4 9.5 and 8.5, 22.4 and 19.9. But fp8 by fp8 7.3 and 8.0,
   // fp8 by 16 rows 7.2 and 8.3, and bf16 by 16 rows alone, where stages are few, 9.0 and 9.4, 4096
-  // x 6144 13.2 and 15.0; 8192 x 8192 38.0 and 32.3.
-  constexpr int kFewStages = 32;
-  const bool few_stages = kTokens == 32 && !p.weights_ready &&
+  // x 6144 13.2 and 15.0, 5120 x 5120 14.7 and 17.5; 8192 x 8192 38.0 and 32.3, 3072 x 8192, of 48
+  // stages, with cold caches 15.2 and 13.1.
+  constexpr int kFewStages = 40;
+  const bool few_stages = kTokens <= 32 && !p.weights_ready &&
                           ceil_div(params.steps, segments) <= kFewStages;
   const bool is_long = kFormat == WeightFormat::kDense
                            ? !few_stages
@@ -205,8 +207,8 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                           : gemm_config::kShareOfSm;
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
-  params.by_turns = kTokens < kManyTokens && !kFolds &&
-                    ends_by_turns(p, params.row_groups, segments, sizeof(T));
+  params.by_turns =
+      kTokens < kManyTokens && ends_by_turns(p, params.row_groups, segments, sizeof(T));
   params.plain = stores_vectors(p, sizeof(T));
   const int received = received_bytes<kTokens>(params, segments, params.rows_each);
   if constexpr (kFormat == WeightFormat::kInt4) {

@@ -9,7 +9,8 @@
 /// blocks, where y is the sums with scales, bias and residual: from registers to registers, each
 /// warpgroup its own rows of x. Same bits as by Finish. H200, lab, alone, by turns, us, 4096 x
 /// 4096, Finish and so: 16 rows of int4 5.8 and 5.2, 64 7.5 and 6.7; fp8 by fp8 5.9 and 5.4, 7.1
-/// and 6.4; fp8 by bf16 6.8 and 6.2, 9.0 and 8.4; int4 by e4m3 5.8 and 5.2, 7.1 and 6.3.
+/// and 6.4; fp8 by bf16 6.8 and 6.2, 9.0 and 8.4; int4 by e4m3 5.8 and 5.2, 7.1 and 6.3; 16 rows
+/// with a norm int4 6.5 and 5.8, fp8 by bf16 7.4 and 6.7, bf16 10.3 and 9.0.
 namespace ridgeline::gemm_cluster {
 
 /// Whether it can. Two columns of y are stored at once. Of one block, whose threads then store
@@ -29,10 +30,12 @@ constexpr int bytes_of_turns(int octets) { return octets / 2 * 8 * kGroupRows * 
 /// A thread's sums are octets of rows of x: two rows, lane % 4 * 2 and the next, by two weight
 /// rows, lane / 4 and the eighth after it. A pair here is one row of x, of the block's own parity,
 /// by both: so a warp stores whole sectors of 16 columns of y.
-template <class T, int kOctets>
+template <class T, int kOctets, bool kFolds>
 struct TurnsEnd {
   static constexpr int kGroupThreads = kConsumerThreads / 2;
   static constexpr int kKept = kOctets / 2;  // octets, of a warpgroup; pairs, of a block
+  // All who have a part in the sums, and those who weigh x in the squares.
+  static constexpr int kThreadsOfSums = kConsumerThreads + (kFolds ? kNormWarps * 32 : 0);
 
   const ClusterParams& params;
   Fixed& fixed;
@@ -82,6 +85,28 @@ struct TurnsEnd {
     return (i / kTogether * kConsumerThreads + at) * kTogether + i % kTogether;
   }
 
+  /// Squares of the other block, behind its sums.
+  __device__ float4* squares() const { return received + bytes_of_turns(kOctets) / 16; }
+
+  __device__ void send_squares() const {
+    if (at >= gemm_config::kNormRows / 4) return;
+    float4 total{};
+#pragma unroll
+    for (int w = 0; w < kNormWarps; ++w) {
+      const float4 part = reinterpret_cast<const float4*>(fixed.squares_of(w))[at];
+      total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+    }
+    ptx::put_in_block(squares() + at, total, &fixed.received, 1 - rank);
+  }
+
+  /// What a row's norm divides it by, as a factor.
+  __device__ float norm_of(int row) const {
+    float sum = 0.0f;
+#pragma unroll
+    for (int w = 0; w < kNormWarps; ++w) sum += fixed.squares_of(w)[row];
+    return norm_factor(params.gemm, sum + reinterpret_cast<const float*>(squares())[row]);
+  }
+
   template <int kAll, class Sum>
   __device__ void run(const Sum (&sums)[kAll][4]) const {
     float kept[kKept][4];
@@ -105,7 +130,8 @@ struct TurnsEnd {
       }
       given[i * kGroupThreads + thread] = {other[0], other[1], other[2], other[3]};
     }
-    ptx::named_barrier_sync(1, kConsumerThreads);  // both have given theirs
+    ptx::named_barrier_sync(1, kThreadsOfSums);  // both have given theirs
+    if (kFolds) send_squares();
     float own[kKept][2], sent[kKept][2];
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
@@ -139,6 +165,9 @@ struct TurnsEnd {
 #pragma unroll
     for (int i = 0; i < kKept; ++i) x_scales[i] = fixed.x_scale[row_of(i)];
     ptx::mbarrier_wait(&fixed.received, 0);
+    if (kFolds)
+#pragma unroll
+      for (int i = 0; i < kKept; ++i) x_scales[i] *= norm_of(row_of(i));
     const auto* inbox = reinterpret_cast<const float2*>(received);
     device::Vec<T, 2> values[kKept];
 #pragma unroll
