@@ -290,6 +290,10 @@ struct Consumer {
       for_each_step(fixed, ring, count, turn, turns,
                     [&](int, const Stage& stage, int place, const auto& release) {
                       multiply_shared(stage, sums, true);
+                      if (Layout::kApart) {  // x's ring is too short for more
+                        ptx::wgmma_wait<0>();
+                        return release(place);
+                      }
                       ptx::wgmma_wait<1>();
                       if (last >= 0) release(last);
                       last = place;

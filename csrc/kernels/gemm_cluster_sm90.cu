@@ -107,6 +107,8 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
   if (warp == kConsumers) {
     if (ptx::elect_one()) producer.run_weight();
   } else if (warp > kConsumers) {
+    if (Layout::kAsksForX && warp == kConsumers + 1 && !p.weights_ready)
+      prefetch_ahead(p, lane, first);
     if constexpr (kFolds) {
       Normalizer<T, Layout>{producer, warp - kConsumers - 1, lane}.run();
     } else {
@@ -137,10 +139,10 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
       };
       if constexpr (kTokens == 64) {
         end.template operator()<8>();
-      } else if constexpr (kTokens == 32) {
-        params.rows_held <= 16 ? end.template operator()<2>() : end.template operator()<4>();
       } else if constexpr (kFolds) {
         end.template operator()<2>();
+      } else if constexpr (kTokens == 32) {
+        params.rows_held <= 16 ? end.template operator()<2>() : end.template operator()<4>();
       }
       return;
     }

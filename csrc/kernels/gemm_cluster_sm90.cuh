@@ -9,6 +9,7 @@
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "kernels/gemm_config.h"
+#include "kernels/gemm_prefetch.cuh"
 
 /// Where things lie in the cluster kernel's shared memory, and the warp that requests them.
 namespace ridgeline::gemm_cluster {
@@ -71,11 +72,18 @@ struct StageLayout {
   static constexpr int kCols = kWide ? 64 : 128;
   /// x, of which a stage takes as much memory as of the weight, has a shorter ring of its own: it
   /// comes from L2. H200, 64 rows, us alone and chained, in one ring and so: 4096 x 4096 7.4 and
-  /// 7.1, 7.1 and 6.9; 14336 x 4096 17.9 and 17.0, 17.3 and 16.7. 16 rows 6.3 and 6.5.
-  static constexpr bool kApart = kFormat == WeightFormat::kFp8 && kFp8X && kTokens == 64;
+  /// 7.1, 7.1 and 6.9; 14336 x 4096 17.9 and 17.0, 17.3 and 16.7. 16 rows 6.3 and 6.5. int8, 64
+  /// rows, 4096 x 6144 10.4 and 8.8, 10.3 and 9.0; 14336 x 4096 18.0 and 15.4, 18.2 and 16.2.
+  static constexpr bool kApart =
+      ((kFormat == WeightFormat::kFp8 && kFp8X) || kFormat == WeightFormat::kInt8) && kTokens == 64;
   static constexpr int kXBoxes = kFp8X ? 1 : kCols / 64;
   static constexpr int kWeightBytes = kGroupRows * (kInt4 ? 64 : kRowBytes);  // of a warpgroup
   static constexpr bool kFolds = kTokens == gemm_config::kNormRows;  // x meets its norm, if any
+  /// L2 is asked for x ahead of the wait. H200, us, alone, caches cold, without and so: 64 rows of
+  /// 4096 x 4096 fp8 by fp8 7.0 and 6.7, 4096 x 6144 10.1 and 9.2; 16 rows of int4 5.4 and 5.1. But
+  /// 64 rows of int4 6.5 and 6.8.
+  static constexpr bool kAsksForX = kApart || (kInt4 && !kFp8X && kTokens <= 32) ||
+                                    (kFolds && kFormat == WeightFormat::kFp8);
   static constexpr int kNormBytes = kCols * 2;  // of the norm's weight, where x meets it
   static constexpr int kRowOfWeight = kWeightBytes / kGroupRows;
   /// Parts of a stage's weight by box.
@@ -164,6 +172,18 @@ struct StagePlace : RingPlace {
 };
 
 // ---- Producers ----------------------------------------------------------------------------------
+
+/// Asks L2 for x, of which every block waits for the same lines, and for the scales of the tile's
+/// weight rows. One warp calls it.
+__device__ __forceinline__ void prefetch_ahead(const GemmParams& p, int lane, int first) {
+  gemm_detail::prefetch_x(p, lane);
+  constexpr int kOfLine = 128 / sizeof(float);
+  if (p.x.scale && p.x.scale_per_row && lane * kOfLine < p.M)
+    ptx::prefetch_line(p.x.scale + lane * kOfLine);
+  const bool by_row = p.weight.scales_products() && p.weight.scale_layout == ScaleLayout::kRow;
+  if (by_row && lane * kOfLine < 2 * kGroupRows && first + lane * kOfLine < p.N)
+    ptx::prefetch_line(static_cast<const float*>(p.weight.scales) + first + lane * kOfLine);
+}
 
 /// One thread of either of two warps: one requests the weight, the other x. A thread alone, which
 /// requested stages of x behind those of the weight, was slower: H200, fp8 by fp8, 64 rows, 4096 x

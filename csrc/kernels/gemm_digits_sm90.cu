@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, kTiles == 1 ? 
   }
   __syncthreads();  // the barriers are made
   if (warp >= kWarps) {
-    if (warp == kWarps && !p.weights_ready) prefetch_x(p, lane, 32);
+    if (warp == kWarps && !p.weights_ready) prefetch_x(p, lane);
     if (threadIdx.x == kWarps * 32) prefetch_norm(p);
     ptx::wait_for_dependencies();
     return finish_strips<T>(p, params.order, barriers.sums, sums_at, memory + params.operands_at,

@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   if (!alone) ptx::cluster_arrive_relaxed();
   __syncthreads();  // the barriers are made
-  if (warp == kWarps && !p.weights_ready) gemm_strips::prefetch_x(p, lane, 32);
+  if (warp == kWarps && !p.weights_ready) prefetch_x(p, lane);
   const int column = (before + warp) * kCols;
   Ring ring(params, shared.rings[warp % kWarps], first, strips, column, lane);
   const bool multiplies = warp < slices;

@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kThreads)
   weights.find(params, place);
 
   ptx::launch_dependents();
-  if (warp == 0) gemm_strips::prefetch_x(p, lane, 32);
+  if (warp == 0) prefetch_x(p, lane);
   if (params.prefetches && here) weights.prefetch(place);
   ptx::wait_for_dependencies();
   XOfLane<T> x;

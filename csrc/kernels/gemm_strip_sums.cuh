@@ -7,6 +7,7 @@
 #include "device/reduce.cuh"
 #include "kernels/gemm_config.h"
 #include "kernels/gemm_epilogue.cuh"
+#include "kernels/gemm_prefetch.cuh"
 
 /// What kernels that stream strips of 16 weight rows share: the order of a block's strips, and where
 /// its warps leave their sums over some of the columns while they go on with the next strip.
@@ -188,21 +189,6 @@ struct FirstRequests {
     pending = false;
   }
 };
-
-/// Asks L2 for lines of x and of the norm's weight, some a block: behind the wait every block asks
-/// for all.
-__device__ __forceinline__ void prefetch_x(const GemmParams& p, int thread, int threads) {
-  constexpr int kLine = 128;
-  const int bytes = p.K * static_cast<int>(size_of(p.x.dtype)), lines = ceil_div(bytes, kLine);
-  const auto* x = static_cast<const char*>(p.x.data);
-  const auto* norm = static_cast<const char*>(p.x.norm_weight);
-  const int rows = static_cast<int>(p.M) + (norm ? 1 : 0);
-  for (int i = blockIdx.x * threads + thread; i < lines * rows; i += gridDim.x * threads) {
-    const int row = i / lines;
-    const auto* of_row = row == p.M ? norm : x + row * p.x.stride_row * size_of(p.x.dtype);
-    ptx::prefetch_line(of_row + i % lines * kLine);
-  }
-}
 
 // ---- Sums ---------------------------------------------------------------------------------------
 
