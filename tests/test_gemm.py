@@ -267,31 +267,33 @@ def plan(
         (65, {"format": "int4"}, "tile"),
         (1, {"dtype": "float32"}, "library"),
         (1, {"dtype": "float32", "invariant": True}, "simple"),
-        (8, {"hopper": True}, "strips"),
-        (9, {"hopper": True}, "cluster"),
+        (1, {"hopper": True, "chained": True}, "strips"),
+        (1, {"hopper": True, "norm": True}, "strips"),
+        (2, {"hopper": True, "norm": True, "chained": True}, "cluster"),
+        (1, {"hopper": True}, "cluster"),
         (64, {"hopper": True}, "cluster"),
         (9, {"hopper": True, "library": False}, "cluster"),
         (1, {"hopper": True, "format": "int4"}, "once"),
         (1, {"hopper": True, "format": "int4", "chained": True}, "digits"),
         (8, {"hopper": True, "format": "int4"}, "once"),
-        (12, {"hopper": True, "format": "int4"}, "once"),
-        (12, {"hopper": True, "format": "int4", "norm": True}, "once"),
-        (12, {"hopper": True, "format": "int4", "chained": True}, "cluster"),
-        (13, {"hopper": True, "format": "int4"}, "cluster"),
+        (8, {"hopper": True, "format": "int4", "norm": True}, "once"),
+        (9, {"hopper": True, "format": "int4"}, "cluster"),
+        (9, {"hopper": True, "format": "int4", "chained": True}, "cluster"),
+        (4, {"hopper": True, "format": "int4_fp8", "chained": True}, "digits"),
+        (5, {"hopper": True, "format": "int4_fp8", "chained": True}, "cluster"),
         (9, {"hopper": True, "format": "int4_fp8"}, "cluster"),
         (4, {"hopper": True, "format": "int4", "chained": True}, "digits"),
         (5, {"hopper": True, "format": "int4", "chained": True}, "held"),
         (8, {"hopper": True, "format": "int4", "norm": True, "chained": True}, "held"),
         (8, {"hopper": True, "format": "int4", "activation": "silu_mul"}, "held"),
-        (1, {"hopper": True, "format": "fp8"}, "once"),
-        (4, {"hopper": True, "format": "fp8"}, "strips"),
-        (5, {"hopper": True, "format": "fp8", "chained": True}, "cluster"),
-        (8, {"hopper": True, "format": "fp8", "norm": True}, "strips"),
-        (1, {"hopper": True, "format": "fp8_fp8"}, "once"),
+        (1, {"hopper": True, "format": "fp8"}, "cluster"),
+        (1, {"hopper": True, "format": "fp8", "norm": True}, "once"),
+        (1, {"hopper": True, "format": "fp8", "chained": True}, "strips"),
+        (2, {"hopper": True, "format": "fp8", "chained": True}, "cluster"),
+        (2, {"hopper": True, "format": "fp8", "norm": True}, "cluster"),
+        (1, {"hopper": True, "format": "fp8_fp8"}, "cluster"),
         (1, {"hopper": True, "format": "fp8_fp8", "chained": True}, "strips"),
-        (2, {"hopper": True, "format": "fp8_fp8"}, "cluster"),
-        (4, {"hopper": True, "format": "fp8_fp8", "chained": True}, "strips"),
-        (5, {"hopper": True, "format": "fp8_fp8", "chained": True}, "cluster"),
+        (2, {"hopper": True, "format": "fp8_fp8", "chained": True}, "cluster"),
         (65, {"hopper": True}, "cluster"),
         (129, {"hopper": True}, "library"),
         (65, {"hopper": True, "format": "int4"}, "cluster"),
@@ -309,8 +311,9 @@ def plan(
         (257, {"hopper": True, "format": "int4_fp8"}, "expand_to_fp8"),
         (64, {"hopper": True, "format": "int4_fp8"}, "cluster"),
         (1, {"format": "int8"}, "tile"),
-        (8, {"hopper": True, "format": "int8"}, "strips"),
-        (9, {"hopper": True, "format": "int8"}, "cluster"),
+        (1, {"hopper": True, "format": "int8"}, "cluster"),
+        (1, {"hopper": True, "format": "int8", "chained": True}, "strips"),
+        (2, {"hopper": True, "format": "int8", "chained": True}, "cluster"),
         (65, {"hopper": True, "format": "int8"}, "cluster"),
         (257, {"hopper": True, "format": "int8"}, "fp8"),
         (65, {"hopper": True, "format": "int8", "invariant": True}, "tile"),
@@ -327,10 +330,10 @@ def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
 @pytest.mark.parametrize(
     ("M", "N", "K", "path"),
     [
-        (32, 5120, 5120, "library"),
-        (32, 2048, 2048, "library"),
-        (32, 3584, 3584, "cluster"),
-        (33, 3584, 3584, "library"),
+        (32, 5120, 5120, "cluster"),
+        (33, 5120, 5120, "library"),  # 92 tiles, one an SM
+        (64, 1024, 1024, "cluster"),
+        (9, 1023, 4096, "library"),
         (64, 128256, 4096, "cluster"),
         (65, 28672, 4096, "cluster"),
         (128, 4096, 14336, "cluster"),
@@ -345,15 +348,41 @@ def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -
     assert plan(M, N, K, hopper=True)["path"] == path
 
 
+@pytest.mark.parametrize(
+    ("N", "K", "format", "norm", "most"),
+    [
+        (6144, 4096, "dense", False, 1),
+        (6144, 4096, "dense", True, 4),
+        (28672, 4096, "dense", False, 4),
+        (4096, 14336, "dense", True, 1),  # two strips an SM
+        (6144, 4096, "fp8", False, 4),
+        (6144, 4096, "fp8", True, 8),
+        (2048, 4096, "fp8", False, 4),
+        (4096, 14336, "fp8", False, 1),
+        (18944, 3584, "fp8", False, 8),  # the cluster kernel's tiles fill the SMs badly
+        (18944, 3584, "fp8_fp8", False, 8),
+        (28672, 4096, "fp8_fp8", False, 1),
+        (28672, 4096, "int8", False, 1),
+        (1024, 4096, "dense", False, 1),
+    ],
+)
+def test_rows_that_strips_take(N: int, K: int, format: str, norm: bool, most: int) -> None:
+    for chained in (False, True):
+        rows = range(1 if chained else 2, 10)
+        options: dict[str, Any] = {"format": format, "norm": norm, "chained": chained}
+        paths = [plan(M, N, K, hopper=True, **options)["path"] for M in rows]
+        assert paths == ["strips" if M <= most else "cluster" for M in rows], chained
+
+
 def test_a_norm_goes_where_it_is_folded() -> None:
-    paths = [plan(M, 5120, 5120, hopper=True, norm=True)["path"] for M in (8, 9, 16, 17)]
+    paths = [plan(M, 5120, 5120, hopper=True, norm=True)["path"] for M in (4, 5, 32, 33)]
     assert paths == ["strips", "cluster", "cluster", "library"]
-    half = plan(16, 5120, 5120, hopper=True, norm=True, dtype="float16")
-    assert half["path"] == "library"
+    narrow = [plan(M, 1016, 5120, hopper=True, norm=True)["path"] for M in (8, 16, 17)]
+    assert narrow == ["strips", "cluster", "library"]
 
 
 def test_gated_products_of_few_rows_are_fused() -> None:
-    assert plan(32, 2048, 2048, hopper=True, activation="silu_mul")["path"] == "cluster"
+    assert plan(64, 5120, 5120, hopper=True, activation="silu_mul")["path"] == "cluster"
     assert plan(65, 2048, 2048, hopper=True, activation="silu_mul")["path"] == "library"
 
 
@@ -363,7 +392,10 @@ def test_gated_products_of_few_rows_are_fused() -> None:
         (6144, 4096, "int4", "once"),  # three strips an SM
         (6400, 4096, "int4", "digits"),
         (4096, 4160, "int4", "digits"),  # more columns than 16 warps have
-        (4096, 4096, "fp8", "once"),
+        (4096, 4096, "fp8", "cluster"),
+        (3072, 3072, "fp8", "once"),
+        (3072, 3072, "fp8_fp8", "cluster"),
+        (4096, 1024, "fp8_fp8", "once"),
         (6144, 4096, "fp8", "strips"),
         (2048, 4096, "fp8", "strips"),  # a strip an SM
         (2048, 2048, "fp8", "once"),
@@ -379,8 +411,8 @@ def test_one_row_of_a_weight_that_registers_hold(N: int, K: int, format: str, pa
     ("M", "K", "norm", "path", "segments"),
     [
         (8, 4096, True, "held", 1),
-        (8, 8192, False, "held", 2),
-        (8, 8192, True, "digits", 1),  # a norm of more columns than a block has
+        (8, 8192, False, "cluster", 2),
+        (8, 8192, True, "cluster", 2),  # a norm of more columns than a block has
         (4, 8192, False, "digits", 1),
         (5, 14336, False, "held", 4),
         (8, 18944, False, "cluster", 4),
@@ -461,7 +493,7 @@ def test_kernels_of_batch_invariant_gated_products(M: int, path: str) -> None:
 
 
 def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
-    assert plan(1, 4096, 28672, hopper=True)["path"] == "strips"
+    assert plan(1, 4096, 28672, hopper=True, chained=True)["path"] == "strips"
     assert plan(8, 4096, 28672, hopper=True, format="fp8")["path"] == "cluster"
 
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "common/math.h"
+#include "kernels/gemm_few_config.h"
 #include "kernels/gemm_shape.h"
 #include "kernels/gemm_tiles_config.h"
 
@@ -35,78 +36,6 @@ constexpr bool is_for_hopper(const Shape& shape) {
   return int4 ? shape.N % kStripRows == 0 && shape.whole_vectors : shape.weight_aligned;
 }
 
-/// Up to so many rows strips and digits take: more rows are staged by every block, those of the
-/// cluster kernel cost it nothing. Chained, it starts later than they do. H200, us, alone and
-/// chained, strips or digits and cluster, 4096 x 4096: int4, 4 rows 6.5 / 6.0 and 6.3 / 7.7, 8 rows
-/// 8.8 / 8.1 and 6.3 / 7.7; fp8 by bf16 8.1 / 7.4 and 7.1 / 7.9, 9.8 / 9.1 and 7.1 / 7.9; fp8 by
-/// fp8, 2 rows 7.0 / 6.4 and 6.3 / 7.0, 8 rows 7.6 / 7.0 and 6.3 / 7.0. All of it with 4096 x 6144,
-/// 14336 x 4096, 8192 x 8192 and 4096 x 28672: the former from 3% faster to 30% slower.
-constexpr std::int32_t strips_rows(const Shape& shape) {
-  const bool int4 = shape.format == WeightFormat::kInt4;
-  const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
-  if (shape.normalizes || (int4 && (shape.chained || !whole))) return kStripsRows;
-  if (int4) return kStripsRows / 2;
-  if (shape.format != WeightFormat::kFp8) return kStripsRows;
-  return shape.byte_x && !shape.chained ? 1 : kStripsRows / 2;
-}
-
-constexpr bool is_for_strips(const Shape& shape) {
-  return shape.format != WeightFormat::kInt4 && shape.M <= strips_rows(shape) &&
-         strips_bytes(shape) <= 2 * kShareOfSm;
-}
-
-/// Groups that divide a chunk or are whole ones.
-constexpr bool is_for_digits(const Shape& shape) {
-  if (shape.format != WeightFormat::kInt4 || shape.M > strips_rows(shape)) return false;
-  const bool divides = shape.group % kBlockCols == 0 && kDigitsCols % shape.group == 0;
-  return (divides || shape.group % kDigitsCols == 0 || shape.group >= shape.K) &&
-         digits_bytes(shape) <= 2 * kShareOfSm;
-}
-
-/// A weight that the registers of all SMs hold: of 4 bits three strips an SM, by up to kOnceRows
-/// rows, of 8 bits two, by one. Not chained: its blocks leave no registers to those of the next
-/// kernel. H200, us alone, strips or digits and so: int4 4096 x 4096 5.0 and 4.2, 4096 x 6144 6.3
-/// and 5.5, 1024 x 4096 3.6 and 2.3; fp8 by bf16 7.0 and 6.5, 1024 x 4096 3.8 and 2.8, but 4096 x
-/// 2048, a strip an SM, 4.5 and 4.9. Chained, a layer of 8B products in int4: 39 and 46.
-/// Rows of int4 cost it the staging of their bytes: up to 8, and up to 16 of few columns by a
-/// weight of two strips an SM. H200, us alone, digits or cluster and so: 2, 4, 8 rows of 4096 x
-/// 4096 5.9, 5.9, 6.1 and 4.9, 4.9, 5.1; of 4096 x 6144 7.1, 7.0, 8.4 and 6.7, 6.7, 6.9; 12 and 16
-/// of 4096 x 4096 6.2, 6.2 and 6.3, 6.5, of 3072 x 3072 5.3, 5.3 and 4.6, 4.8.
-constexpr bool is_for_once(const Shape& shape) {
-  const bool int4 = shape.format == WeightFormat::kInt4;
-  const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
-  if (shape.M > (int4 ? kOnceRows : 1) || shape.K > kOnceMostCols || shape.chained ||
-      shape.makes_codes || is_gated(shape.activation))
-    return false;
-  const std::int32_t strips = ceil_div(ceil_div(shape.N, kStripRows), shape.sms);
-  if (int4 && shape.M > kOnceRows / 2)
-    return whole && strips <= 2 && shape.M * shape.K <= kOnceX && !shape.byte_x;
-  if (int4) return whole && strips <= 3;
-  return shape.format == WeightFormat::kFp8 && strips <= 2 &&
-         (strips == 2 || shape.K <= kOnceMostCols / 2);
-}
-
-/// The kernel that holds x in registers, from where digits take longer. It cannot fold a norm of
-/// more columns than a block has. H200, us, 8 rows, alone, cluster and so: 14336 x 4096 16.2 and
-/// 14.2, 8192 x 8192 14.1 and 13.6, 4096 x 28672 21.4 and 20.1, 3584 x 18944 17.4 and 14.5, but
-/// 5120 x 13824 15.2 and 16.2; chained 17.6 and 14.3, 16.2 and 14.2, 23.5 and 19.9, 17.3 and 15.6,
-/// 17.3 and 16.0, 4096 x 4096 8.5 and 6.0. A layer of 8B products, 4, 5 and 8 rows: 46.4 and 53.0,
-/// 62.5 and 55.6, 64.5 and 54.6.
-constexpr bool is_for_held(const Shape& shape) {
-  constexpr std::int32_t kMostBytes = 227 * 1024, kLeastCols = kOnceMostCols / 2;
-  const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
-  const std::int32_t blocks = ceil_div(shape.K, kOnceMostCols);
-  if (shape.format != WeightFormat::kInt4 || !whole || shape.makes_codes || shape.M > kHeldRows ||
-      shape.M <= kHeldRows / 2 || shape.K < kLeastCols || blocks > kHeldBlocks ||
-      (blocks > 1 && shape.normalizes))
-    return false;
-  const std::int64_t pairs = ceil_div(shape.N, 2 * kStripRows);
-  const std::int64_t strips = 2 * ceil_div<std::int64_t>(pairs, kClusters[blocks - 1]);
-  const std::int64_t parts = blocks * ceil_div<std::int64_t>(shape.M, blocks) * strips;
-  if (blocks == 1) return kHeldBytes + operand_bytes(shape) <= kMostBytes;
-  return kHeldBytes + parts * kStripRows * std::int64_t{sizeof(float)} <= kMostBytes;
-}
-
 /// Hopper's kernels for many rows. They have one order of K, but not that of the other kernels: not
 /// where bits may not depend on M.
 constexpr bool is_for_hopper_tiles(const Shape& shape) {
@@ -116,22 +45,21 @@ constexpr bool is_for_hopper_tiles(const Shape& shape) {
 }
 
 /// Where the cluster kernel, chained and one launch, beats cuBLASLt's split of K, a kernel that
-/// adds its parts and their gaps. H200, bf16, 16, 32 and 64 rows, us: 4096 x 4096 10.7, 10.8, 11.4
-/// and 13.3, 13.5, 12.4; 14336 x 4096 29.5, 29.7, 31.0 and 33.1, 34.2, 36.7. In a later run 3584 x
-/// 4608 10.9, 11.2, 12.0 and 11.2, 11.5, 11.8; 4096 x 8192 18.7, 18.6, 19.5 and 20.4, 20.4, 21.3;
-/// 4096 x 28672 58.9, 58.8, 61.3 and 63.8, 64.5, 67.4; 4096 x 128256 249, 247, 260 and 258, 271,
-/// 286. A gated product spares a second kernel: 1024 x 6144 5.6, 5.8, 7.2 and 7.5, 8.1, 8.5; 4096 x
-/// 28672 59.2, 60.2, 62.7 and 67.0, 67.5, 70.1. Not 5120 x 5120, whose tiles fill the SMs badly:
-/// 18.6, 17.8, 21.4 and 18.5, 16.7, 17.1; nor 2560 x 4096: 8.0, 8.5, 9.3 and 8.3, 8.4, 8.5. But a
-/// norm that it folds is a kernel of its own ahead of cuBLASLt: lab, 16 rows of 5120 x 5120, 3072 x
-/// 3072, 2048 x 2048 and 1024 x 1024 27.8, 16.8, 11.4 and 7.7, so 16.5, 9.3, 6.3 and 4.6.
+/// adds its parts and their gaps: but for more than 32 rows of large weights whose tiles fill the
+/// SMs badly. H200, bf16, 16, 32 and 64 rows, alone, us, cuBLAS and so (caches cold): 1024 x 1024
+/// 4.5, 4.6, 4.6 and 3.8, 4.0, 4.1; 2048 x 2048 6.2, 6.2, 6.4 and 4.1, 4.4, 4.5; 2560 x 4096 8.2,
+/// 8.3, 8.4 and 6.6, 7.0, 7.8; 3072 x 3072 10.2, 10.6, 8.6 and 6.4, 6.9, 7.6; 4096 x 4096 13.7,
+/// 13.9, 11.9 and 9.3, 9.8, 10.6; 4096 x 6144 15.9, 16.2, 16.3 and 13.5, 14.6, 16.3; 5120 x 7168
+/// 20.8, 21.4, 21.2 and 18.8, 19.7, 20.5; but 5120 x 5120 16.1, 16.2, 16.5 and 14.7, 16.1, 18.5,
+/// 4096 x 5120 13.5, 13.7, 14.0 and 12.0, 13.3, 15.8. A gated product spares a second kernel: 4096
+/// x 28672 67.0, 67.5, 70.1 and 59.2, 60.2, 62.7. A norm that it folds is a kernel of its own ahead
+/// of cuBLASLt. Weights of fewer than 1024 rows were not timed.
 constexpr bool cluster_beats_library(const Shape& shape) {
   const bool folds =
       shape.normalizes && shape.M <= kNormRows && shape.dtype == DType::kBFloat16;
   if (is_gated(shape.activation) || folds) return true;
-  const std::int64_t elements = std::int64_t{shape.N} * shape.K;
-  const bool fills = elements <= 4096 * 6144 || elements >= 4096 * 7168;
-  return fills && elements >= (shape.M <= 32 ? 3584 * 3584 : 4096 * 4096);
+  const bool small = std::int64_t{shape.N} * shape.K <= 3584 * 3584;
+  return shape.N >= kNarrow && (shape.M <= kFewRows / 2 || small || !is_crowded(shape));
 }
 
 /// Where bits may not depend on M: the cluster kernel and the experts' add the same products in the

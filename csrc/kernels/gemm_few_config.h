@@ -1,0 +1,131 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "common/math.h"
+#include "kernels/gemm_shape.h"
+#include "kernels/gemm_tiles_config.h"
+
+/// Where Hopper's kernels of up to 8 rows are faster than the cluster kernel.
+namespace ridgeline::gemm_config {
+
+constexpr std::int32_t kNarrow = 1024;  // rows of the weight
+
+/// Whether the fullest SM has much more to do than the average one where the cluster kernel
+/// multiplies.
+constexpr bool is_crowded(const Shape& shape) {
+  constexpr double kMuch = 1.4;
+  Config config{};
+  const std::int32_t tiles = cut_for_cluster(shape, config);
+  const double rows = blocks_per_sm(tiles, config.segments) * config.tile_cols;
+  return rows * shape.sms > kMuch * config.segments * shape.N;
+}
+
+/// Strips of the weight that the fullest SM has.
+constexpr std::int32_t strips_per_sm(const Shape& shape) {
+  return ceil_div(ceil_div(shape.N, kStripRows), shape.sms);
+}
+
+/// Whether one scale covers whole stages of 128 columns.
+constexpr bool groups_are_whole(const Shape& shape) {
+  return shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
+}
+
+/// Up to so many rows digits take: more are staged by every block, those of the cluster kernel cost
+/// it nothing. A layer of 8B products that chain to each other, H200, us, 1 to 4 rows by digits
+/// 38.9, 43.3, 46.7, 46.7, by the best of what else there is 44.3, 46.0, 48.3, 48.9.
+constexpr std::int32_t digits_rows(const Shape& shape) {
+  return groups_are_whole(shape) ? kStripsRows / 2 : kStripsRows;
+}
+
+/// The same of strips. H200, us, alone, caches cold, strips and cluster:
+///
+/// fp8 by fp8, 2 rows of 4096 x 4096 6.7 and 5.8, 8192 x 8192 17.9 and 17.1; chained 6.4 and 6.0,
+/// 17.7 and 15.7; a layer of 8B products, 2 and 4 rows, 65.1 and 62.0, 65.5 and 62.5; int8 62.4 and
+/// 61.4, 62.5 and 61.6, 8 rows 66.0 and 62.6. One row alone of 4096 x 4096 7.0 and 5.8, 4096 x 6144
+/// 8.3 and 7.6; but a layer of int8 59.2 and 60.7.
+///
+/// fp8 by bf16, whose expansion the cluster kernel does anew for each SM's second tile, where SMs
+/// have two strips: 2 rows of 4096 x 4096 7.4 and 6.4, 14336 x 4096 17.1 and 15.8; but 4 rows of
+/// 4096 x 6144 9.2 and 9.6, of 4096 x 28672 28.8 and 30.6. A norm costs strips less: 8 rows of 4096
+/// x 4096 9.7 and 7.1, 4096 x 28672 31.0 and 32.0.
+///
+/// bf16, 2 rows of 4096 x 4096 10.1 and 9.2, 14336 x 4096 29.1 and 27.7, but of 4096 x 28672 53.3
+/// and 54.8; a layer, 2, 4 and 8 rows, 109.2 and 106.3 so, 111.7 and 107.4, 114.0 and 109.7.
+///
+/// Where tiles fill the SMs badly strips keep 8: fp8 by fp8 of 3584 x 18944 18.6 and 20.4; and of
+/// dense weights of few rows, which were not timed.
+constexpr std::int32_t strips_rows(const Shape& shape) {
+  constexpr std::int32_t kLeastCols = 3072, kMostCols = 8192, kWide = 4;
+  const std::int32_t strips = strips_per_sm(shape);
+  const std::int32_t one = shape.chained || shape.normalizes || shape.makes_codes ? 1 : 0;
+  const bool dense = shape.format == WeightFormat::kDense;
+  const bool narrow = dense && shape.N < kNarrow;
+  if (narrow || (strips > kWide && is_crowded(shape))) return kStripsRows;
+  if (shape.byte_x) return (strips == 2 || strips == 3) && shape.K < kMostCols ? one : 1;
+  if (strips == 2 && shape.K >= kLeastCols) return one;
+  if (dense && strips <= kWide && !shape.normalizes) return 1;
+  return !dense && shape.normalizes ? kStripsRows : kStripsRows / 2;
+}
+
+constexpr bool is_for_strips(const Shape& shape) {
+  return shape.format != WeightFormat::kInt4 && shape.M <= strips_rows(shape) &&
+         strips_bytes(shape) <= 2 * kShareOfSm;
+}
+
+/// Groups that divide a chunk or are whole ones.
+constexpr bool is_for_digits(const Shape& shape) {
+  if (shape.format != WeightFormat::kInt4 || shape.M > digits_rows(shape)) return false;
+  const bool divides = shape.group % kBlockCols == 0 && kDigitsCols % shape.group == 0;
+  return (divides || shape.group % kDigitsCols == 0 || shape.group >= shape.K) &&
+         digits_bytes(shape) <= 2 * kShareOfSm;
+}
+
+/// A weight that the registers of all SMs hold: of 4 bits three strips an SM, by up to kOnceRows
+/// rows, of 8 bits two, by one. Not chained: its blocks leave no registers to those of the next
+/// kernel. H200, us alone, strips or digits and so: int4 4096 x 4096 5.0 and 4.2, 4096 x 6144 6.3
+/// and 5.5, 1024 x 4096 3.6 and 2.3; fp8 by bf16 1024 x 4096 3.8 and 2.8, but 4096 x 2048, a strip
+/// an SM, 4.5 and 4.9. Chained, a layer of 8B products in int4: 39 and 46.
+/// Rows of int4 cost it the staging of their bytes: digits or cluster and so, 2, 4, 8 rows of 4096
+/// x 4096 5.9, 5.9, 6.1 and 4.9, 4.9, 5.1; of 4096 x 6144 7.1, 7.0, 8.4 and 6.7, 6.7, 6.9. With a
+/// norm 5 to 8 rows of that 7.4, held in registers 6.9. Of fp8 the cluster kernel takes less by
+/// one row of fp8 of 3072 x 3072 and 4096 x 4096, 4.8 and 4.2, 6.5 and 5.8, by one of bf16 of the
+/// latter 6.6 and 6.4; with a norm 6.9 and 7.4.
+constexpr bool is_for_once(const Shape& shape) {
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  if (shape.M > (int4 ? kOnceRows : 1) || shape.K > kOnceMostCols || shape.chained ||
+      shape.makes_codes || is_gated(shape.activation))
+    return false;
+  const std::int32_t strips = strips_per_sm(shape);
+  const bool norm_of_many = shape.normalizes && shape.M > kHeldRows / 2;
+  if (int4) return groups_are_whole(shape) && strips <= (norm_of_many ? 2 : 3);
+  const std::int32_t most = shape.byte_x       ? kOnceMostCols / 2
+                            : shape.normalizes ? kOnceMostCols
+                                               : kOnceMostCols * 3 / 4;
+  return shape.format == WeightFormat::kFp8 && strips <= 2 &&
+         shape.K <= (strips == 2 ? most : kOnceMostCols / 2);
+}
+
+/// The kernel that holds x in registers, from where digits take longer. It cannot fold a norm of
+/// more columns than a block has. H200, us, 8 rows, alone and chained, cluster and so: 4096 x 28672
+/// 20.4 and 19.7, 20.5 and 18.3, 3584 x 18944 17.4 and 13.4, 14336 x 4096 13.3 and 13.7, 13.6 and
+/// 14.0, but 8192 x 8192 12.4 and 13.5, 12.0 and 14.2, 5120 x 5120 8.1 and 8.4, 7.4 and 8.8: not of
+/// two blocks. A layer of 8B products, 5, 6 and 8 rows, 55.7, 56.0, 55.6 and 49.1, 49.5, 50.2; all
+/// but the last of its products 50.1, 50.0, 50.2. By e4m3, which the cluster kernel multiplies as
+/// it is, only of a wide weight: 51.9, 52.0, 52.8 and so 51.3, 51.3, 51.7.
+constexpr bool is_for_held(const Shape& shape) {
+  constexpr std::int32_t kMostBytes = 227 * 1024, kLeastCols = kOnceMostCols / 2, kWide = 4;
+  const std::int32_t blocks = ceil_div(shape.K, kOnceMostCols);
+  if (shape.format != WeightFormat::kInt4 || !groups_are_whole(shape) || shape.makes_codes ||
+      shape.M > kHeldRows || shape.M <= kHeldRows / 2 || shape.K < kLeastCols ||
+      blocks > kHeldBlocks || blocks == 2 || (blocks > 1 && shape.normalizes) ||
+      (shape.byte_x && (blocks > 1 || strips_per_sm(shape) <= kWide)))
+    return false;
+  const std::int64_t pairs = ceil_div(shape.N, 2 * kStripRows);
+  const std::int64_t strips = 2 * ceil_div<std::int64_t>(pairs, kClusters[blocks - 1]);
+  const std::int64_t parts = blocks * ceil_div<std::int64_t>(shape.M, blocks) * strips;
+  if (blocks == 1) return kHeldBytes + operand_bytes(shape) <= kMostBytes;
+  return kHeldBytes + parts * kStripRows * std::int64_t{sizeof(float)} <= kMostBytes;
+}
+
+}  // namespace ridgeline::gemm_config
