@@ -658,33 +658,42 @@ def test_few_rows_of_experts_keep_their_bits_where_their_strips_move(kind: str, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
-@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int8"])
 @pytest.mark.parametrize("M", [13, 16, 20, 33, 64])  # two, four and eight octets of rows, and parts
-def test_a_cluster_of_two_ends_with_the_same_bits(M: int, kind: str, residual: bool) -> None:
+def test_a_cluster_of_two_ends_with_the_same_bits(
+    M: int, kind: str, dtype: torch.dtype, residual: bool
+) -> None:
     """Two blocks exchange sums from registers to registers, where pairs of a residual are aligned;
     else by shared memory. (int4 with such a residual is another kernel's.)"""
     N, K = 4096, 4096
     for chained in (False, True):
-        chosen = plan(M, N, K, hopper=True, format=kind, chained=chained)
+        options: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "chained": chained}
+        chosen = plan(M, N, K, hopper=True, format=kind, **options)
         assert (chosen["path"], chosen["tile_cols"], chosen["segments"]) == ("cluster", "64", "2")
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
     x, dense = normal(M, K), normal(N, K) * K**-0.5
-    options: dict[str, Any] = {"bias": normal(N)}
-    if kind.endswith("_fp8"):
-        x, options["x_scale"] = x.to(torch.float8_e4m3fn), normal(M).float().abs() + 0.5
+    options = {"bias": normal(N)}
+    if kind.endswith("8") and kind != "fp8":
+        options["x_scale"] = normal(M).float().abs() + 0.5
+        x = x.to(torch.float8_e4m3fn) if kind == "fp8_fp8" else (x * 30).to(torch.int8)
 
     def multiply(residual: Tensor | None, weights_ready: bool) -> Tensor:
         more = {**options, "residual": residual, "weights_ready": weights_ready}
         if kind == "dense":
             return ops.linear(x, dense, **more)
-        return ops.fp8_linear(x, codes, scale, **more, out_dtype=torch.bfloat16)
+        if kind == "int8":
+            return ops.int8_linear(x, codes, scale, **more, out_dtype=dtype)
+        return ops.fp8_linear(x, codes, scale, **more, out_dtype=dtype)
 
-    codes, scale = (dense * 100).to(torch.float8_e4m3fn), normal(N).float().abs() + 0.5
-    odd = torch.zeros(M, N + 1, device="cuda", dtype=torch.bfloat16)[:, :N]
+    codes, scale = (dense * 100).to(torch.float8_e4m3fn), normal(N).float().abs() * 0.01 + 0.01
+    if kind == "int8":
+        codes, scale = (dense * 1000).to(torch.int8), scale * 0.01
+    odd = torch.zeros(M, N + 1, device="cuda", dtype=dtype)[:, :N]
     if residual:
         odd.copy_(normal(M, N))
     by_shared_memory = multiply(odd, False)
