@@ -91,6 +91,19 @@ def test_norms_of_few_rows_are_part_of_the_product(
         assert len(told.kernels) == 1  # the product's
 
 
+@pytest.mark.parametrize("weights_ready", [False, True])
+def test_a_norm_of_its_own_kernel_leaves_the_choice_to_the_product(weights_ready: bool) -> None:
+    """None folds a norm whose weight is float32: the product behind it is a plain one, which four
+    rows give to another kernel than one with a norm."""
+    x, weight, norm = normal(4, 4096), normal(6144, 4096, seed=4), normal(4096, seed=6)
+
+    def choices(norm: Tensor | None) -> Any:
+        options: dict[str, Any] = {"norm_weight": norm, "weights_ready": weights_ready}
+        return ridgeline.explain("linear", x, weight, **options).choices
+
+    assert choices(norm.float()) == choices(None) != choices(norm)
+
+
 @pytest.mark.parametrize("N", [4096, 28672])  # K cut, or not
 def test_a_row_that_is_not_finite_leaves_the_others_alone(N: int) -> None:
     x, weight, norm = normal(16, 4096), normal(N, 4096, seed=4), normal(4096, seed=6)
