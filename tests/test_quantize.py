@@ -25,7 +25,7 @@ def made(device: str, dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Te
     return (torch.randn(shape, generator=generator) * scale).to(dtype).to(device)
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "row", "group", "block"])
+@pytest.mark.parametrize("granularity", ["tensor", "row", "group", "group256", "block"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("device", DEVICES)
 def test_codes_are_torchs_cast_of_the_scaled_values(
@@ -67,7 +67,7 @@ def test_every_code_comes_back(device: str) -> None:
     assert torch.equal(q.float(), values)
 
 
-@pytest.mark.parametrize("granularity", ["tensor", "row", "group", "block"])
+@pytest.mark.parametrize("granularity", ["tensor", "row", "group", "group256", "block"])
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_smallest_values_keep_a_finite_inverse(device: str, granularity: Any) -> None:
     x = torch.full((2, 128), 1e-39, device=device)

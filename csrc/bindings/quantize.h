@@ -13,12 +13,14 @@ inline QuantizeParams::Granularity granularity_of(const std::string& name) {
   if (name == "tensor") return kTensor;
   if (name == "row") return kRow;
   if (name == "group") return kGroup;
+  if (name == "group256") return kWideGroup;
   if (name == "block") return kBlock;
-  check(false, "granularity: expected 'tensor', 'row', 'group' or 'block', got '", name, "'");
+  check(false, "granularity: expected 'tensor', 'row', 'group', 'group256' or 'block', got '", name,
+        "'");
   return kTensor;
 }
 
-/// tensor [1], row [..., 1], group [..., ceil(cols / 128)],
+/// tensor [1], row [..., 1], group [..., ceil(cols / 128 or 256)],
 /// block [ceil(rows / 128), ceil(cols / 128)].
 inline std::vector<std::int64_t> scale_sizes(const Tensor& x, const Rows& rows,
                                              QuantizeParams::Granularity granularity) {
@@ -30,7 +32,8 @@ inline std::vector<std::int64_t> scale_sizes(const Tensor& x, const Rows& rows,
     return {ceil_div(rows.count, kExtent), ceil_div(rows.cols, kExtent)};
   }
   std::vector<std::int64_t> sizes = sizes_of(x);
-  sizes.back() = granularity == kRow ? 1 : ceil_div(rows.cols, kExtent);
+  const std::int64_t extent = granularity == kGroup ? kExtent : QuantizeParams::kWideExtent;
+  sizes.back() = granularity == kRow ? 1 : ceil_div(rows.cols, extent);
   return sizes;
 }
 

@@ -27,6 +27,7 @@ Extent extent_of(const QuantizeParams& params) {
     case Granularity::kTensor: return {params.rows, params.cols};
     case Granularity::kRow: return {1, params.cols};
     case Granularity::kGroup: return {1, kExtent};
+    case Granularity::kWideGroup: return {1, QuantizeParams::kWideExtent};
     case Granularity::kBlock: return {kExtent, kExtent};
   }
   return {};

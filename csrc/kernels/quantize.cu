@@ -1,5 +1,6 @@
 #include "kernels/quantize_tile.cuh"
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -62,16 +63,20 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   store_as(std::false_type{});
 }
 
-/// Grid: the groups of all rows, one dimension. Block: 128 threads; 16 neighbours (fp32: 32) own a
-/// group of 128 columns, a piece of 16 bytes each, kEach groups at a time. Bytes: x in, codes out:
-/// bandwidth.
-template <class T, bool kVector, int kEach>
+/// Of a group of kColumns what a thread has: 16 bytes, or what a warp's lanes make whole.
+template <class T, int kColumns>
+constexpr int kGroupPiece = std::max(device::Vec<T>::kSize, kColumns / device::kWarpSize);
+
+/// Grid: the groups of all rows, one dimension. Block: 128 threads; neighbours own a group of
+/// kColumns, a piece each: 16 of 16 bits and 32 of float32 128 columns, 32 others 256; kEach groups
+/// at a time. Bytes: x in, codes out: bandwidth.
+template <class T, int kColumns, bool kVector, int kEach>
 __global__ void __launch_bounds__(kGroupThreads)
     quantize_groups_kernel(const __grid_constant__ QuantizeParams params) {
-  constexpr int kPiece = device::Vec<T>::kSize;
-  constexpr int kLanes = kExtent / kPiece;
+  constexpr int kPiece = kGroupPiece<T, kColumns>;
+  constexpr int kLanes = kColumns / kPiece;
   constexpr int kGroupsABlock = kGroupThreads / kLanes;
-  const unsigned across = ceil_div(params.cols, kExtent);
+  const unsigned across = ceil_div(params.cols, kColumns);
   const unsigned groups = static_cast<unsigned>(params.rows) * across;
   const unsigned first = blockIdx.x * (kGroupsABlock * kEach) + threadIdx.x / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
@@ -85,7 +90,7 @@ __global__ void __launch_bounds__(kGroupThreads)
   for (int i = 0; i < kEach; ++i) {
     const unsigned group = first + i * kGroupsABlock;  // divided in 32 bits
     rows[i] = group / across;
-    columns[i] = static_cast<int>(group % across) * kExtent + lane * kPiece;
+    columns[i] = static_cast<int>(group % across) * kColumns + lane * kPiece;
     counts[i] = group < groups ? params.cols - columns[i] : 0;
     pieces[i] = load_some<kVector, kPiece>(
         static_cast<const T*>(params.x) + rows[i] * params.stride_x_row + columns[i], counts[i]);
@@ -129,15 +134,16 @@ void quantize_rows(const QuantizeParams& params, const device::RowLayout& layout
   });
 }
 
-template <class T>
+template <class T, int kColumns>
 void quantize_groups(const QuantizeParams& params, bool vectors, Stream stream) {
-  constexpr int kLanes = kExtent / device::Vec<T>::kSize;
-  constexpr int kGroupsABlock = kGroupThreads / kLanes;
+  constexpr int kPiece = kGroupPiece<T, kColumns>;
+  constexpr int kGroupsABlock = kGroupThreads / (kColumns / kPiece);
   const std::int32_t groups =
-      checked_int32(params.rows * ceil_div(params.cols, kExtent), "x: groups");
+      checked_int32(params.rows * ceil_div(params.cols, kColumns), "x: groups");
+  vectors = vectors && kPiece == device::Vec<T>::kSize;
   dispatch_bool(vectors, [&](auto vector) {
     const auto run = [&](auto each) {
-      device::launch_chained<quantize_groups_kernel<T, vector(), each()>>(
+      device::launch_chained<quantize_groups_kernel<T, kColumns, vector(), each()>>(
           dim3(ceil_div(groups, each * kGroupsABlock)), dim3(kGroupThreads), 0, stream, params,
           "quantize_fp8");
     };
@@ -182,7 +188,10 @@ void quantize(const QuantizeParams& params, Stream stream) {
     using T = typename decltype(type)::type;
     switch (params.granularity) {
       case Granularity::kRow: return quantize_rows<T>(params, layout, stream);
-      case Granularity::kGroup: return quantize_groups<T>(params, layout.vectors, stream);
+      case Granularity::kGroup:
+        return quantize_groups<T, kExtent>(params, layout.vectors, stream);
+      case Granularity::kWideGroup:
+        return quantize_groups<T, QuantizeParams::kWideExtent>(params, layout.vectors, stream);
       case Granularity::kBlock: return quantize_blocks<T>(params, layout.vectors, stream);
       case Granularity::kTensor: return quantize_tensor(params, layout.vectors, stream);
     }

@@ -11,9 +11,10 @@ namespace ridgeline {
 /// 4 MB (fp32: 256 KB) reads x twice: no code can be written before all is read, and L2 keeps
 /// little of it.
 struct QuantizeParams {
-  enum class Granularity : std::uint8_t { kTensor, kRow, kGroup, kBlock };
+  enum class Granularity : std::uint8_t { kTensor, kRow, kGroup, kWideGroup, kBlock };
 
   static constexpr std::int32_t kExtent = 128;  // columns of a group; rows and columns of a block
+  static constexpr std::int32_t kWideExtent = 256;  // columns of a wide group
   static constexpr std::int32_t kPartials = 1024;  // blocks of the first of two passes
   static constexpr std::int32_t kWorkspace = 4096;  // words for partial maxima or clusters
 
@@ -25,7 +26,7 @@ struct QuantizeParams {
   const void* x;              // [rows, cols]
   std::int64_t stride_x_row;  // elements
   void* q;                    // [rows, cols] contiguous
-  float* scale;               // tensor [1], row [rows], group [rows, ceil(cols / 128)],
+  float* scale;               // tensor [1], row [rows], group [rows, ceil(cols / 128 or 256)],
                               // block [ceil(rows / 128), ceil(cols / 128)]; contiguous
   float* partials;            // [kWorkspace] for "tensor" on a GPU, of any contents; else null
 };

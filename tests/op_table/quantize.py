@@ -11,13 +11,14 @@ import ridgeline
 from op_table import Error, Lazy, OpCase, Sample, normal
 
 EXTENT = 128
+GROUPS = {"group": EXTENT, "group256": 256}  # columns
 
 
 def spread(scale: Tensor, x: Tensor, granularity: str) -> Tensor:
     """The scale of each element of x."""
     if granularity in ("tensor", "row"):
         return scale.expand(x.shape)
-    scale = scale.repeat_interleave(EXTENT, -1)[..., : x.shape[-1]]
+    scale = scale.repeat_interleave(GROUPS.get(granularity, EXTENT), -1)[..., : x.shape[-1]]
     if granularity == "block":
         scale = scale.repeat_interleave(EXTENT, 0)[: x.shape[0]]
     return scale
@@ -34,9 +35,10 @@ def _amax(x: Tensor, granularity: str) -> Tensor:
         return magnitude.amax().reshape(1) if x.numel() else x.new_zeros(1)
     if granularity == "row":
         return magnitude.amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
-    pieces = [piece.amax(-1) for piece in magnitude.split(EXTENT, -1) if piece.shape[-1]]
+    extent = GROUPS.get(granularity, EXTENT)
+    pieces = [piece.amax(-1) for piece in magnitude.split(extent, -1) if piece.shape[-1]]
     groups = torch.stack(pieces, -1) if pieces else x.new_zeros(*x.shape[:-1], 0)
-    if granularity == "group":
+    if granularity in GROUPS:
         return groups
     blocks = [rows.amax(0) for rows in groups.split(EXTENT, 0) if rows.shape[0]]
     return torch.stack(blocks) if blocks else x.new_zeros(0, groups.shape[-1])
@@ -129,7 +131,7 @@ CASES = [
             *(
                 Sample(f"{granularity}: {why}", x=x, granularity=granularity)
                 for why, x in MATRICES.items()
-                for granularity in ("row", "tensor", "group", "block")
+                for granularity in ("row", "tensor", "group", "group256", "block")
             ),
             Sample("three dimensions, by row", x=normal(2, 3, 72)),
             Sample("three dimensions, by group", x=normal(2, 3, 272), granularity="group"),

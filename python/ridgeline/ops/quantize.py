@@ -13,9 +13,10 @@ from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
 
-Granularity = Literal["tensor", "row", "group", "block"]
+Granularity = Literal["tensor", "row", "group", "group256", "block"]
 
 _EXTENT = 128  # columns of a group, rows and columns of a block
+_WIDE = 256  # columns of a wide group
 
 
 def quantize_fp8(x: Tensor, granularity: Granularity = "row") -> tuple[Tensor, Tensor]:
@@ -25,11 +26,12 @@ def quantize_fp8(x: Tensor, granularity: Granularity = "row") -> tuple[Tensor, T
         x: ``[..., cols]``, float32, float16 or bfloat16; rows contiguous and at one stride;
             two-dimensional for "block".
         granularity: what shares a scale: the "tensor", a "row", a "group" of 128 columns of a row,
-            or a "block" of 128 rows and 128 columns. The last group or block may be smaller.
+            of 256 ("group256"), or a "block" of 128 rows and 128 columns. The last group or block
+            may be smaller.
 
     Returns:
         ``(q, scale)``: ``q`` float8_e4m3fn of the shape of ``x``, rounded to nearest even, and
-        float32 scales ``[1]``, ``[..., 1]``, ``[..., ceil(cols / 128)]`` or
+        float32 scales ``[1]``, ``[..., 1]``, ``[..., ceil(cols / 128 or 256)]`` or
         ``[ceil(rows / 128), ceil(cols / 128)]``. A scale is the largest magnitude / 448, and 1
         where all values are zero; never below the smallest normal float32. Infinity or NaN makes
         its whole extent dequantise to NaN.
@@ -65,12 +67,13 @@ def quantize_int8(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _scale_shape(x: Tensor, granularity: str) -> tuple[int, ...]:
-    across = (x.shape[-1] + _EXTENT - 1) // _EXTENT
+    extent = _WIDE if granularity == "group256" else _EXTENT
+    across = (x.shape[-1] + extent - 1) // extent
     if granularity == "tensor":
         return (1,)
     if granularity == "row":
         return (*x.shape[:-1], 1)
-    if granularity == "group":
+    if granularity in ("group", "group256"):
         return (*x.shape[:-1], across)
     return ((x.shape[0] + _EXTENT - 1) // _EXTENT, across)
 
