@@ -126,6 +126,46 @@ def test_a_product_added_in_place_has_the_bits_of_product_and_sum(
     assert torch.equal(total, residual + product)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("rows", "K", "N", "kernels"),
+    [
+        pytest.param(3, 272, 1056, None, id="a group and a part"),
+        pytest.param(1000, 400, 8192, 1, id="a pair of tiles a block"),
+        pytest.param(4000, 272, 4608, 1, id="several, of tiles with edges"),
+        pytest.param(1000, 400, 4096, 2, id="pairs that would leave SMs idle"),
+    ],
+)
+def test_gated_codes_are_those_of_the_output(
+    rows: int, K: int, N: int, kernels: int | None, device: str
+) -> None:
+    x, weight, scale, _ = inputs(
+        min(rows, 40 if device == "cpu" else rows), K, N, device, torch.bfloat16
+    )
+    scale *= 0.02
+    codes, x_scale = ops.quantize_fp8(x)
+    codes[1] = 0.0  # of zeros
+    x_scale[2, 0] = torch.inf
+    # Scales of every size: the product's kernel makes them without divisions, and to the same bits.
+    x_scale[3:, 0] *= 2.0 ** -(2 * torch.arange(len(x) - 3, device=device) % 70).float()
+    x_scale[3:4, 0] = 1e30
+    weight[300, 7] = torch.nan
+    options = {"x_scale": x_scale, "activation": "silu_mul"}
+    y, y_scale = ops.fp8_linear(codes, weight, scale, out_quant="fp8_group256", **options)
+    expected = ops.quantize_fp8(ops.fp8_linear(codes, weight, scale, **options), "group256")
+    known = ~expected[1].isnan()
+    assert torch.equal(y_scale.isnan(), ~known)
+    assert torch.equal(y_scale[known], expected[1][known])
+    each = known.repeat_interleave(256, 1)[:, : N // 2]
+    assert torch.equal(y.view(torch.uint8)[each], expected[0].view(torch.uint8)[each])
+    assert bool((y_scale[1].isnan() | (y_scale[1] == 1)).all())
+    if kernels and device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+        told = ridgeline.explain(
+            "fp8_linear", codes, weight, scale, out_quant="fp8_group256", **options
+        )
+        assert len(told.kernels) == kernels
+
+
 def test_codes_cannot_be_made_of_codes() -> None:
     x, weight, scale, _ = inputs(1, 64, 32, "cpu", torch.bfloat16)
     codes, x_scale = ops.quantize_fp8(x)

@@ -172,11 +172,17 @@ Tensor fp8_product(const Tensor& x, const Tensor& weight, const Tensor& weight_s
       const OptionalTensor no_norm;
       const GemmOptions rest{options.bias,  options.activation,      options.residual,
                              no_norm,       0.0,                     options.batch_invariant,
-                             options.weights_ready, options.total};
+                             options.weights_ready, options.total, options.scale};
       return fp8_product<Backend>(codes, weight, weight_scale, scale, dtype, false, rest);
     }
   }
-  options.total ? run_added_gemm(on, x, params) : run_gemm(on, x, params);
+  if (options.total) {
+    run_added_gemm(on, x, params);
+  } else if (options.scale) {
+    run_quantized_gemm(on, x, params);
+  } else {
+    run_gemm(on, x, params);
+  }
   return y;
 }
 
@@ -190,6 +196,23 @@ Tensor fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_sc
                             norm_eps, batch_invariant, weights_ready};
   return fp8_product<Backend>(x, weight, weight_scale, x_scale, named_dtype(out_dtype), quantize_x,
                               options);
+}
+
+template <class Backend>
+std::tuple<Tensor, Tensor> fp8_linear_quant(
+    const Tensor& x, const Tensor& weight, const Tensor& weight_scale, const OptionalTensor& bias,
+    const OptionalTensor& x_scale, const std::string& out_dtype, const std::string& activation,
+    const OptionalTensor& residual, const OptionalTensor& norm_weight, double norm_eps,
+    bool quantize_x, bool batch_invariant, bool weights_ready, const std::string& out_quant) {
+  check(out_quant == "fp8_group256", "out_quant: expected None or 'fp8_group256', got '", out_quant,
+        "'");
+  Tensor scale;
+  const GemmOptions options{bias,     activation,      residual,      norm_weight,
+                            norm_eps, batch_invariant, weights_ready, nullptr,
+                            &scale};
+  const Tensor codes = fp8_product<Backend>(x, weight, weight_scale, x_scale,
+                                            named_dtype(out_dtype), quantize_x, options);
+  return {codes, scale};
 }
 
 template <class Backend>
@@ -243,6 +266,7 @@ void register_gemm(torch::stable::detail::StableLibrary& m) {
   m.impl("linear", TORCH_BOX(&linear<Backend>));
   m.impl("int4_linear", TORCH_BOX(&int4_linear<Backend>));
   m.impl("fp8_linear", TORCH_BOX(&fp8_linear<Backend>));
+  m.impl("fp8_linear_quant", TORCH_BOX(&fp8_linear_quant<Backend>));
   m.impl("fp8_linear_add", TORCH_BOX(&fp8_linear_add<Backend>));
   m.impl("int8_linear", TORCH_BOX(&int8_linear<Backend>));
 }

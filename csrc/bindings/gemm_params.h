@@ -5,6 +5,7 @@
 #include "bindings/backend.h"
 #include "common/math.h"
 #include "kernels/gemm.h"
+#include "kernels/quantize.h"
 
 /// What the ops of matrix products share: options, checks, the call.
 namespace ridgeline::bindings {
@@ -32,6 +33,7 @@ struct GemmOptions {
   bool batch_invariant;
   bool weights_ready;
   const Tensor* total = nullptr;  // to which the product is added, instead of a new tensor
+  Tensor* scale = nullptr;        // of groups of 256 columns of the output, which is e4m3
 };
 
 /// The rows of x and the scale of x in `codes`, of 8 bits; `dtype` is the output's.
@@ -50,16 +52,23 @@ inline GemmInput gemm_input(const Tensor& x, const OptionalTensor& x_scale, std:
   if (x_scale) {
     Expect(*x_scale, "x_scale").dtype(DType::kFloat32).on_device_of(x, "x").contiguous();
     const std::int64_t groups = ceil_div<std::int64_t>(K, kScaleBlock), count = x_scale->numel();
+    const std::int64_t wide = ceil_div<std::int64_t>(K, kWideGroup);
     const bool per_row = count == rows.count, one = count == 1;
-    const bool per_group = by_groups && !one && !per_row && count == rows.count * groups &&
-                           x_scale->size(x_scale->dim() - 1) == groups;
-    const std::string of_groups =
-        by_groups ? " or [..., " + std::to_string(groups) + "] (one a group of 128 columns)" : "";
+    const auto has = [&](std::int64_t across) {
+      return by_groups && !one && !per_row && count == rows.count * across &&
+             x_scale->size(x_scale->dim() - 1) == across;
+    };
+    const bool per_group = has(groups) || has(wide);
+    const std::string of_groups = by_groups ? " or [..., " + std::to_string(groups) +
+                                                  "] (one a group of 128 columns) or [..., " +
+                                                  std::to_string(wide) + "] (of 256)"
+                                            : "";
     check(one || per_row || per_group, "x_scale: expected one value, ", rows.count,
           " (one a row of x)", of_groups, ", got shape ", to_text(x_scale->sizes()));
     input.scale = static_cast<const float*>(x_scale->data_ptr());
     input.scale_per_row = per_row && !one;
     input.scale_per_group = per_group;
+    if (per_group && !has(groups)) input.scale_group = kWideGroup;
   }
   if (options.norm_weight) {
     const Tensor& norm = *options.norm_weight;
@@ -94,7 +103,12 @@ inline GemmParams gemm_params(const Tensor& x, const GemmInput& input, DType dty
     check(sizes_of(y) == sizes, "residual: expected shape ", to_text(sizes), ", got ",
           to_text(y.sizes()));
   } else {
-    y = empty_on_device_of(x, sizes, dtype);
+    y = empty_on_device_of(x, sizes, options.scale ? DType::kFloat8E4M3 : dtype);
+  }
+  if (options.scale) {
+    sizes.back() = ceil_div<std::int64_t>(sizes.back(), kWideGroup);
+    *options.scale = empty_on_device_of(x, sizes, DType::kFloat32);
+    params.y_scale = static_cast<float*>(options.scale->data_ptr());
   }
   params.y = y.data_ptr();
   if (options.bias) {
@@ -151,6 +165,32 @@ void run_added_gemm(const Backend& on, const Tensor& x, GemmParams& params) {
     ridgeline::gemm_finish(rest, product.data_ptr(), on.stream());
   } else {
     cpu::gemm_finish(rest, product.data_ptr());
+  }
+}
+
+/// The same to codes with `y_scale`, by the product's kernel where it can.
+template <class Backend>
+void run_quantized_gemm(const Backend& on, const Tensor& x, GemmParams& params) {
+  if constexpr (Backend::kIsCuda)
+    if (gemm_makes_groups(params)) return run_gemm(on, x, params);
+  const std::int32_t cols = params.out_cols();
+  const Tensor product = empty_on_device_of(x, {params.M, cols}, params.dtype);
+  const QuantizeParams rest{.dtype = params.dtype,
+                            .granularity = QuantizeParams::Granularity::kWideGroup,
+                            .rows = params.M,
+                            .cols = cols,
+                            .x = product.data_ptr(),
+                            .stride_x_row = cols,
+                            .q = params.y,
+                            .scale = params.y_scale,
+                            .partials = nullptr};
+  params.y = product.data_ptr();
+  params.y_scale = nullptr;
+  run_gemm(on, x, params);
+  if constexpr (Backend::kIsCuda) {
+    ridgeline::quantize(rest, on.stream());
+  } else {
+    cpu::quantize(rest);
   }
 }
 

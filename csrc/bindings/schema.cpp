@@ -73,6 +73,11 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "str out_dtype, str activation, Tensor? residual, Tensor? norm_weight, float norm_eps, "
       "bool quantize_x, bool batch_invariant, bool weights_ready) -> Tensor");
   m.def(
+      "fp8_linear_quant(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, "
+      "Tensor? x_scale, str out_dtype, str activation, Tensor? residual, Tensor? norm_weight, "
+      "float norm_eps, bool quantize_x, bool batch_invariant, bool weights_ready, str out_quant) "
+      "-> (Tensor, Tensor)");
+  m.def(
       "fp8_linear_add(Tensor x, Tensor weight, Tensor weight_scale, Tensor(a!) residual, "
       "Tensor? bias, Tensor? x_scale, bool quantize_x, bool batch_invariant, bool weights_ready) "
       "-> ()");

@@ -66,8 +66,9 @@ void expand_row_of_fp8(const GemmParams& params, std::int64_t row, float* out) {
 #pragma omp simd
   for (int k = 0; k < params.K; ++k) out[k] = e4m3_to_float(x[k]);
   if (!params.x.scale_per_group) return;
-  const float* scales = params.x.scale + row * ceil_div(params.K, kScaleBlock);
-  for (int k = 0; k < params.K; ++k) out[k] *= scales[k / kScaleBlock];
+  const int group = params.x.scale_group;
+  const float* scales = params.x.scale + row * ceil_div(params.K, group);
+  for (int k = 0; k < params.K; ++k) out[k] *= scales[k / group];
 }
 
 void expand_x(const GemmParams& params, float* out) {

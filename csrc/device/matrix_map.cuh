@@ -55,4 +55,30 @@ inline CUtensorMap matrix_map(
   return map;
 }
 
+/// A matrix of bytes by 128 columns of 128 rows, of which 64 at a time are dealt out by pairs: row
+/// 16 t + 2 h + b of them comes as row 8 h + 2 t + b. The lanes that share a row of a fragment of
+/// the tensor cores, which have two of each eight columns, then have sixteen that follow each
+/// other. Requires: is_mappable(view), rows a multiple of 64.
+inline CUtensorMap dealt_rows_map(const MatrixView& view) {
+  const auto rows = static_cast<cuuint64_t>(view.rows);
+  const auto stride = static_cast<cuuint64_t>(view.stride);
+  const std::array<cuuint64_t, 5> sizes{static_cast<cuuint64_t>(view.cols), 2, 4, 8, rows / 64};
+  const std::array<cuuint64_t, 4> strides{stride, 16 * stride, 2 * stride, 64 * stride};
+  const std::array<cuuint32_t, 5> box{128, 2, 4, 8, 2}, steps{1, 1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = tensor_map_encoder()(
+      &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 5, const_cast<void*>(view.data), sizes.data(),
+      strides.data(), box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  check(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refused dealt rows, code ",
+        static_cast<int>(result));
+  return map;
+}
+
+/// The row of 64 that comes in the place of row `place`.
+constexpr int dealt_row(int place) {
+  return place / 64 * 64 + place % 8 / 2 * 16 + place % 64 / 8 * 2 + place % 2;
+}
+
 }  // namespace ridgeline::device

@@ -61,10 +61,22 @@ bool strides_are_mappable(const GemmParams& p) {
   return weight && (p.M <= 1 || p.x.stride_row > 0);
 }
 
+bool has_wide_groups(const GemmParams& p) {
+  return p.x.scale_per_group && p.x.scale_group == kWideGroup;
+}
+
 /// Whether each 128 weight rows of a tile have one scale: the up rows begin a block of scales.
 bool parts_have_scales(const GemmParams& p) {
   return p.weight.scale_layout != ScaleLayout::kBlock || !is_gated(p.activation) ||
          p.N / 2 % kScaleBlock == 0;
+}
+
+/// Whether the kernel for many rows has x's groups of 256 columns, if they are that wide: of few
+/// products, and of more than one group.
+bool takes_groups(const GemmParams& p) {
+  const bool scaled = p.weight.scales_products() && !p.bias && p.dtype == DType::kBFloat16;
+  const bool plain = p.activation == Activation::kNone && !p.residual;
+  return !has_wide_groups(p) || (scaled && plain && p.K > kWideGroup);
 }
 
 /// Whether rows do not overlap, as cuBLASLt's layouts demand; those of an expanded tensor do.
@@ -156,6 +168,7 @@ Plan plan_of(const GemmParams& p) {
                               int4_takes_fp8(p) ||
                               (p.x.dtype == DType::kFloat8E4M3 && !p.x.perm &&
                                p.weight.format == WeightFormat::kFp8 && parts_have_scales(p) &&
+                               takes_groups(p) &&
                                rows_aligned(p.x.data, p.M, p.x.stride_row)),
                     .codes_x = p.x.dtype == DType::kFloat8E4M3 && !must_prepare(p, Path::kCluster),
                     .bfloat_x = p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype,
@@ -165,6 +178,7 @@ Plan plan_of(const GemmParams& p) {
                     .chained = p.weights_ready,
                     .normalizes = p.x.norm_weight != nullptr && folds_norm(p, Path::kStrips),
                     .makes_codes = p.x.to_codes,
+                    .wide_groups = has_wide_groups(p),
                     .sms = device::multiprocessors()};
   Plan plan{.config = gemm_config::choose(shape)};
   plan.prepares = must_prepare(p, plan.config.path);
@@ -206,6 +220,17 @@ void multiply_simply(const GemmParams& p, const Plan& plan, char* workspace, Str
   if (gated) gemm_detail::launch_finish(p, partials, 1, stream);
 }
 
+/// Whether pairs of tiles, which have a block each, take no more than quantising would beside
+/// tiles: 1024 rows of 4096 x 28672, H200, us, 228 and 195, where that takes 12.
+bool pairs_fill_waves(const GemmParams& p) {
+  constexpr double kTileStep = 0.66, kBytesAMicrosecond = 4e6;
+  const std::int64_t pairs = ceil_div<std::int64_t>(p.M, 128) * (p.out_cols() / kWideGroup);
+  const std::int64_t sms = device::multiprocessors();
+  const std::int64_t more = 2 * ceil_div(pairs, sms) - ceil_div(2 * pairs, sms);
+  return static_cast<double>(more) * kTileStep * ceil_div(p.K, 128) <=
+         3.0 * static_cast<double>(p.M) * p.out_cols() / kBytesAMicrosecond;
+}
+
 }  // namespace
 
 std::size_t gemm_workspace_bytes(const GemmParams& params) {
@@ -225,6 +250,16 @@ bool gemm_adds(const GemmParams& p) {
   const Plan plan = plan_of(p);
   return p.weight.format == WeightFormat::kFp8 && plan.config.path == Path::kFp8 &&
          plan.config.segments == 1 && !plan.prepares;
+}
+
+bool gemm_makes_groups(const GemmParams& p) {
+  const bool scaled = p.weight.scales_products() && !p.x.scale_per_group && !p.bias;
+  if (p.M == 0 || p.N == 0 || p.activation != Activation::kSiluMul || p.residual || !scaled ||
+      p.dtype != DType::kBFloat16 || p.out_cols() % kWideGroup != 0)
+    return false;
+  const Plan plan = plan_of(p);
+  return p.weight.format == WeightFormat::kFp8 && plan.config.path == Path::kFp8 &&
+         plan.config.tile_cols == 256 && !plan.prepares && pairs_fill_waves(p);
 }
 
 void gemm_finish(const GemmParams& params, const void* product, Stream stream) {

@@ -28,6 +28,7 @@ enum class ScaleLayout : std::uint8_t {
 };
 
 constexpr int kScaleBlock = 128;
+constexpr int kWideGroup = 256;  // columns of x, or of y, that share a scale between two products
 
 /// The int4 layout: blocks of 16 rows x 64 columns, [ceil(N / 16), ceil(K / 64)] of them, 512
 /// bytes each, so that a row block streams from consecutive addresses. In a block each of 32 lanes
@@ -67,7 +68,8 @@ struct GemmInput {
   std::int64_t stride_row = 0;                // elements
   const float* scale = nullptr;               // of 8 bits: the product is multiplied by it
   bool scale_per_row = false;                 // scale is [M], else one value, ...
-  bool scale_per_group = false;               // ... or [M, ceil(K / 128)], of the values of x
+  bool scale_per_group = false;               // ... or [M, ceil(K / scale_group)], of the values
+  std::int32_t scale_group = kScaleBlock;     // columns of x that share one: 128, or 256
   const void* whole = nullptr;                // bf16 [M, K] of which data is, in units of scale, ...
   std::int64_t stride_whole = 0;              // ... two terms of e4m3, [2, round_up(M, 8), K]
   const std::int32_t* perm = nullptr;         // column c of the weight meets perm[c] of x
@@ -93,6 +95,7 @@ struct GemmParams {
   const void* residual = nullptr;             // [M, out_cols], not y; or null
   std::int64_t stride_residual = 0;
   void* y = nullptr;                          // [M, out_cols], contiguous
+  float* y_scale = nullptr;                   // [M, ceil(out_cols / 256)]: y is e4m3, or null
   void* workspace = nullptr;                  // gemm_workspace_bytes(), aligned to 256
   bool batch_invariant = false;               // a row's bits do not depend on M
   bool weights_ready = false;                 // no kernel of the stream still writes the weight
@@ -110,6 +113,9 @@ bool gemm_makes_codes(const GemmParams& params);
 
 /// Whether gemm() takes `adds_to_y` on the current device: else gemm_finish() adds the product.
 bool gemm_adds(const GemmParams& params);
+
+/// Whether gemm() takes `y_scale` on the current device: else quantize() makes the codes.
+bool gemm_makes_groups(const GemmParams& params);
 
 /// Enqueues one to three kernels; allocates nothing on the device.
 void gemm(const GemmParams& params, Stream stream);

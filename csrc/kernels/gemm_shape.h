@@ -79,6 +79,7 @@ struct Shape {
   bool chained;     // kernels follow each other, and this one requests its weights meanwhile
   bool normalizes;  // x meets its norm in the product's kernel, where that can
   bool makes_codes = false;          // and becomes e4m3 there
+  bool wide_groups = false;          // of 256 columns of x have scales
   std::int32_t sms = kBlocksWanted;  // of the GPU
 };
 

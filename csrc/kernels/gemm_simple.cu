@@ -151,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
       value = x_at(from);
       if (p.x.norm_weight) value = value * scale * norm_at(from);
       if (p.x.scale_per_group)
-        value *= p.x.scale[row * ceil_div(p.K, kScaleBlock) + from / kScaleBlock];
+        value *= p.x.scale[row * ceil_div(p.K, p.x.scale_group) + from / p.x.scale_group];
     }
     out[k] = device::from_float<T>(value);
   }

@@ -5,6 +5,7 @@
 #include "device/ptx/wgmma_int8.cuh"
 #include "kernels/gemm_launch.cuh"
 #include "kernels/gemm_sm90_fp8_blocks.cuh"
+#include "kernels/gemm_sm90_fp8_codes.cuh"
 
 namespace ridgeline::gemm_detail {
 namespace {
@@ -12,50 +13,6 @@ namespace {
 using namespace gemm_fp8;
 
 // ---- Consumer -----------------------------------------------------------------------------------
-
-/// kCount stages: each part's products of all of them, which are then added to its sums.
-/// While they are made, the thread does what is to do meanwhile: without a branch, for which the
-/// compiler would wait for them.
-template <class Tile, int kCount, class Meanwhile>
-__device__ __forceinline__ void multiply_stages(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
-                                                Sums<Tile>& sums, const Consumer& me,
-                                                Meanwhile&& meanwhile) {
-  const int warpgroup = device::from_lane(me.warpgroup, 0);  // in a register that a warp shares
-  std::uint64_t x[kCount], weight[kCount];
-  int stages[kCount];
-#pragma unroll
-  for (int j = 0; j < kCount; ++j, ring.next()) {
-    stages[j] = ring.stage;
-    x[j] = ptx::swizzled_operand(shared.x[ring.stage][warpgroup * kWarpgroupRows], 16,
-                                 8 * kRowBytes);
-    weight[j] = ptx::swizzled_operand(shared.weight[ring.stage], 16, 8 * kRowBytes);
-    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
-  }
-#pragma unroll
-  for (int part = 0; part < Tile::kParts; ++part) {
-    float products[Tile::kPartCols / 8][4];
-    constexpr int kPartBytes = Tile::kPartCols * kRowBytes;
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int j = 0; j < kCount; ++j)
-#pragma unroll
-      for (int i = 0; i < kSteps; ++i)
-        ptx::WgmmaFp8<Tile::kPartCols>::mma(products, x[j] + i * kStepBytes / 16,
-                                            weight[j] + (part * kPartBytes + i * kStepBytes) / 16,
-                                            j != 0 || i != 0);
-    ptx::wgmma_commit();
-    meanwhile(part);
-    ptx::wgmma_wait<0>();
-    ptx::hold_registers(products);
-    if (part == Tile::kParts - 1 && me.thread == 0)
-#pragma unroll
-      for (int stage : stages) ptx::mbarrier_arrive(&shared.free[stage]);
-#pragma unroll
-    for (int i = 0; i < Tile::kPartCols / 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[part][i][j] += products[i][j];
-  }
-}
 
 /// int8: the tensor cores add up all columns, exactly; a stage is multiplied while the one before
 /// is given back.
@@ -93,20 +50,6 @@ __device__ __forceinline__ void multiply_exactly(Shared<Tile>& shared, Ring<Tile
 }
 
 template <class Tile>
-__device__ __forceinline__ void clear_part(Sums<Tile>& sums, int part) {
-#pragma unroll
-  for (auto& piece : sums[part])
-#pragma unroll
-    for (float& sum : piece) sum = 0.0f;
-}
-
-template <class Tile>
-__device__ __forceinline__ void clear(Sums<Tile>& sums) {
-#pragma unroll
-  for (int part = 0; part < Tile::kParts; ++part) clear_part<Tile>(sums, part);
-}
-
-template <class Tile>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
                                               Ring<Tile::kStages>& ring, Sums<Tile>& sums,
                                               const Work& work, const Consumer& me) {
@@ -115,65 +58,11 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
     multiply_blocks<Tile>(launch, shared, ring, sums, work);
   } else {
     const auto nothing = [](int) {};
+    const auto add = [](float& sum, float product, int) { sum += product; };
     int k = 0;
     for (; k + Tile::kAddEvery <= work.steps; k += Tile::kAddEvery)
-      multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, me, nothing);
-    for (; k < work.steps; ++k) multiply_stages<Tile, 1>(shared, ring, sums, me, nothing);
-  }
-}
-
-/// Tiles whose way to y is known. The halves of a tile's columns go there beside the next tile's
-/// first products, of a part each. Of gates, whose up sums are the other part, and where there is a
-/// residual, for which there are no registers beside all sums, the first half goes behind the
-/// tile's products. H200, 4096 rows of 4096 x 28672, us, all power drawn and cool, all behind the
-/// products, half, and so: plain 789, 756, 744 and 682, 676, 659; gated 776, 755 and 660, 649. The
-/// first half beside the tile's last products, whose stages are given back later: 822 for 707.
-template <class Tile, class Way>
-__device__ __forceinline__ void consume_overlapped(const Launch& launch, Shared<Tile>& shared,
-                                                   const Consumer& me) {
-  constexpr bool kGated = is_gated(Way::activation({})), kResidual = Way::has_residual({});
-  constexpr int kMost = Tile::kCols / kAtOnce, kCount = kGated ? kMost / 2 : kMost;
-  const int count = launch.tiles.along_m * launch.tiles.along_n;
-  const auto nothing = [](int) {};
-  Ring<Tile::kStages> ring;
-  Sums<Tile> sums;
-  const auto multiply = [&](auto&& meanwhile) {
-    multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, me, meanwhile);
-  };
-  // The epilogue's addresses are not kept in registers beside products.
-  const auto here = [] { return Consumer(ptx::opaque(static_cast<int>(threadIdx.x))); };
-  clear<Tile>(sums);
-  multiply(nothing);
-  int parity = 0;
-  for (int i = static_cast<int>(blockIdx.x);; parity ^= 1) {
-    const Place place = place_of(launch.tiles, i);
-    for (int k = Tile::kAddEvery; k < launch.steps; k += Tile::kAddEvery) multiply(nothing);
-    Pairs residual[kResidual ? kMost : 1];
-    if constexpr (kResidual) take_residual<Tile>(residual, shared, ring, here());
-    ptx::mbarrier_wait(&shared.columns_full, parity);
-    const auto store = [&](auto half) {
-      store_boxes<Tile, Way, half * kCount / 2, (half + 1) * kCount / 2>(
-          launch, shared, ring, place, sums, residual, here());
-    };
-    constexpr Int<0> kFirst;
-    constexpr Int<1> kSecond;
-    i += static_cast<int>(gridDim.x);
-    if constexpr (kGated || kResidual) {
-      store(kFirst);
-      if (i >= count) return store(kSecond);
-      multiply([&](int part) {
-        if (part != 0) return;
-        store(kSecond);
-        clear<Tile>(sums);
-      });
-    } else {
-      if (i >= count) return store(kFirst), store(kSecond);
-      multiply([&](int part) {
-        part == 0 ? store(kFirst) : store(kSecond);
-        clear_part<Tile>(sums, part);
-      });
-    }
-    ptx::mbarrier_arrive(&shared.columns_free);  // every lane, for what it read
+      multiply_stages<Tile, Tile::kAddEvery>(shared, ring, sums, me, nothing, add);
+    for (; k < work.steps; ++k) multiply_stages<Tile, 1>(shared, ring, sums, me, nothing, add);
   }
 }
 
@@ -266,7 +155,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::take_registers<kConsumerRegisters>();
     ptx::wait_for_dependencies();
     const Consumer me(static_cast<int>(threadIdx.x));
-    if constexpr (Way::kKnown && Tile::kOverlaps) {
+    if constexpr (Tile::kMakesCodes) {
+      consume_pairs<Tile>(launch, shared, me);
+    } else if constexpr (Way::kKnown && Tile::kOverlaps) {
       consume_overlapped<Tile, Way>(launch, shared, me);
     } else {
       consume<Tile, Way>(launch, shared, me);
@@ -294,16 +185,20 @@ void launch_tiles(const GemmParams& p, int segments, Stream stream) {
   const int out_cols = p.out_cols();
   Launch launch{.gemm = p, .segments = segments};
   launch.x = device::RowTiles::of({p.x.data, 1, p.M, p.K, p.x.stride_row}, kRows, kRowBytes);
-  launch.weight = device::matrix_map({p.weight.data, 1, p.N, p.K, p.weight.stride_row},
-                                     Tile::kCols / 2, kRowBytes, true);
-  launch.y =
-      device::matrix_map({p.y, 2, p.M, out_cols, out_cols, p.dtype}, 16, kOutColumns, true);
+  const device::MatrixView weight{p.weight.data, 1, p.N, p.K, p.weight.stride_row};
+  launch.weight = Tile::kMakesCodes ? device::dealt_rows_map(weight)
+                                    : device::matrix_map(weight, Tile::kCols / 2, kRowBytes, true);
+  launch.y = Tile::kMakesCodes
+                 ? device::matrix_map({p.y, 1, p.M, out_cols, out_cols}, 16, kCodeColumns, false)
+                 : device::matrix_map({p.y, 2, p.M, out_cols, out_cols, p.dtype}, 16, kOutColumns,
+                                      true);
   launch.copies_residual = !Tile::kSplit && is_mappable(residual_of(p));
   if (launch.copies_residual)
     launch.residual = device::matrix_map(residual_of(p), kRows, kOutColumns, true);
   launch.tiles = {.along_m = launch.x.count,
-                  .along_n =
-                      ceil_div(out_cols, is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols),
+                  .along_n = ceil_div(out_cols, is_gated(p.activation) && !Tile::kMakesCodes
+                                                    ? Tile::kCols / 2
+                                                    : Tile::kCols),
                   .together = tiles_together(p.K)};
   // Behind the last columns of K are zeros.
   launch.steps = ceil_div(p.K, kRowBytes);
@@ -316,14 +211,14 @@ void launch_tiles(const GemmParams& p, int segments, Stream stream) {
                                                 launch, "linear: fp8", segments);
 }
 
-template <class T, class E, bool kBlocks>
+template <class T, class E, Groups kGroups>
 void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   const auto launch = [&]<class Whole>(Whole) {
     with_way<Whole>(p, [&](auto way) { launch_tiles<Whole, decltype(way)>(p, 1, stream); });
   };
-  if (config.tile_cols == 256) return launch(Tile<T, E, 256, kBlocks, false>{});
-  if (config.segments == 1) return launch(Tile<T, E, 128, kBlocks, false>{});
-  launch_tiles<Tile<T, E, 128, kBlocks, true>>(p, config.segments, stream);
+  if (config.tile_cols == 256) return launch(Tile<T, E, 256, kGroups, false>{});
+  if (config.segments == 1) return launch(Tile<T, E, 128, kGroups, false>{});
+  launch_tiles<Tile<T, E, 128, kGroups, true>>(p, config.segments, stream);
 }
 
 }  // namespace
@@ -331,11 +226,20 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, Stre
 void launch_fp8(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
+    if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      using Scaled = KnownWay<Activation::kNone, false, Terms::kScales>;
+      const auto launch = [&]<Groups kGroups>() {
+        launch_tiles<Tile<T, std::uint8_t, 256, kGroups, false>, Scaled>(p, 1, stream);
+      };
+      if (p.y_scale) return launch.template operator()<Groups::kOfY>();
+      if (p.x.scale_per_group && p.x.scale_group == kWideGroup)
+        return launch.template operator()<Groups::kOfX>();
+    }
     if (p.weight.format == WeightFormat::kInt8)
-      return launch_tile_of<T, std::int8_t, false>(p, config, stream);
+      return launch_tile_of<T, std::int8_t, Groups::kNone>(p, config, stream);
     if (p.weight.scale_layout == ScaleLayout::kBlock || p.x.scale_per_group)
-      return launch_tile_of<T, std::uint8_t, true>(p, config, stream);
-    launch_tile_of<T, std::uint8_t, false>(p, config, stream);
+      return launch_tile_of<T, std::uint8_t, Groups::kBlocks>(p, config, stream);
+    launch_tile_of<T, std::uint8_t, Groups::kNone>(p, config, stream);
   });
 }
 

@@ -1,6 +1,7 @@
 #pragma once
 #include <cuda.h>
 
+#include "device/ptx/tensor_copy.cuh"
 #include "device/row_tiles.cuh"
 #include "kernels/gemm_sm90.cuh"
 
@@ -16,11 +17,19 @@ constexpr int kStepBytes = 32;                      // 32 columns, the depth of 
 constexpr int kSteps = kRowBytes / kStepBytes;
 constexpr int kResidualBoxes = 2;  // of 64 columns of a tile's rows, in a stage
 
+/// Which columns of K or of y have scales beside those of rows.
+enum class Groups : std::uint8_t {
+  kNone,
+  kBlocks,  // 128 of K: of x, of the weight's blocks, or of both
+  kOfX,     // 256 of K: of x
+  kOfY,     // 256 of y, which is e4m3: those of two tiles side by side
+};
+
 /// Of kCols weight rows: 256, or 128 where tiles are few. E: std::uint8_t, which stands for e4m3,
-/// of which 128 rows are multiplied at a time and added to float32 sums every kAddEvery stages;
-/// kBlocks: times scales of 128 columns of K. Or std::int8_t: exact sums, all of them on the tensor
-/// cores. kSplit: the blocks of a cluster share a tile's columns of K.
-template <class T_, class E_, int kCols_, bool kBlocks_, bool kSplit_>
+/// of which 128 rows are multiplied at a time and added to float32 sums every kAddEvery stages,
+/// times their columns' scales. Or std::int8_t: exact sums, all of them on the tensor cores.
+/// kSplit: the blocks of a cluster share a tile's columns of K.
+template <class T_, class E_, int kCols_, Groups kGroups_, bool kSplit_>
 struct Tile {
   using T = T_;
   static constexpr bool kInt8 = std::is_same_v<E_, std::int8_t>;
@@ -29,7 +38,9 @@ struct Tile {
   static constexpr int kParts = kCols / kPartCols;
   static constexpr int kStages = kCols == 256 ? 4 : 6;
   static constexpr int kChunks = kCols / kChunk;  // of a warpgroup's sums
-  static constexpr bool kBlocks = kBlocks_;
+  static constexpr Groups kGroups = kGroups_;
+  static constexpr bool kBlocks = kGroups == Groups::kBlocks;
+  static constexpr bool kMakesCodes = kGroups == Groups::kOfY;
   static constexpr int kAddEvery = kBlocks ? 1 : 2;
   static constexpr bool kSplit = kSplit_;
   static constexpr bool kHasKnown = !kInt8 && kCols == 256;  // kernels for a way to y each, ...
@@ -87,7 +98,12 @@ __device__ __forceinline__ int weight_row(const GemmParams& p, int n, int half) 
 
 template <class Tile, class Fn>
 __device__ __forceinline__ void for_each_work(const Launch& launch, Fn&& fn) {
-  gemm_sm90::for_each_work<Tile::kSplit>(launch.tiles, launch.segments, launch.steps, fn);
+  gemm_sm90::for_each_work<Tile::kSplit>(
+      launch.tiles, launch.segments, launch.steps, [&](Work work) {
+        if (!Tile::kMakesCodes) return fn(work);
+        work.place.n *= 2;
+        for (int i = 0; i < 2; ++i, ++work.place.n) fn(work);
+      });
 }
 
 template <class Tile>
@@ -121,9 +137,16 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
     constexpr int kWeightBytes = sizeof(shared.weight[0]);
     ptx::mbarrier_expect(&shared.full[s],
                          kWeightBytes + launch.x.rows_of(work.place.m) * kRowBytes);
-    for (int half = 0; half < 2; ++half)
-      ptx::copy_matrix(shared.weight[s][half], &launch.weight, &shared.full[s],
-                       (work.first_step + k) * kRowBytes, weight_row<Tile>(p, work.place.n, half));
+    for (int half = 0; half < 2; ++half) {
+      const int column = (work.first_step + k) * kRowBytes;
+      const int row = weight_row<Tile>(p, work.place.n, half);
+      if constexpr (Tile::kMakesCodes) {
+        ptx::copy_tensor_5d(shared.weight[s][half], &launch.weight, &shared.full[s], column, 0, 0,
+                            0, row / 64);
+      } else {
+        ptx::copy_matrix(shared.weight[s][half], &launch.weight, &shared.full[s], column, row);
+      }
+    }
   };
   Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
   bool waits = true;
@@ -156,7 +179,8 @@ __device__ __forceinline__ void bring_columns(const Launch& launch, Shared<Tile>
     ptx::mbarrier_wait(&shared.columns_free, parity);
     parity ^= 1;
     for (int c = lane; c < Tile::kCols; c += device::kWarpSize) {
-      const int n = weight_row<Tile>(p, work.place.n, c / kHalf) + c % kHalf;
+      const int in_half = Tile::kMakesCodes ? device::dealt_row(c % kHalf) : c % kHalf;
+      const int n = weight_row<Tile>(p, work.place.n, c / kHalf) + in_half;
       shared.columns[c] = Column::load<T>(p, n);
     }
     const bool scales_rows = p.x.scale && !p.x.scale_per_group;

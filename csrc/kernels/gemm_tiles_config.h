@@ -47,6 +47,7 @@ constexpr double cut_for_fp8(const Shape& shape, Config& config) {
   const std::int32_t steps = ceil_div(shape.K, 2 * kBlockCols);
   double best = 0.0;
   for (const TileTime& tile : kFp8Tiles) {
+    if (shape.wide_groups && tile.cols != 256) continue;
     const std::int32_t most = tile.add == 0.0 ? 1 : std::min(steps, kMaxSegments);
     const std::int64_t tiles = tiles_of(shape, tile.rows, tile.cols);
     for (std::int32_t segments = 1; segments <= most; ++segments) {

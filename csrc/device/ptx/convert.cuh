@@ -39,4 +39,16 @@ __device__ __forceinline__ std::uint32_t pack_e4m3(__half2 first, __half2 second
   return codes;
 }
 
+/// The same of four float32.
+__device__ __forceinline__ std::uint32_t pack_e4m3(float a, float b, float c, float d) {
+  std::uint32_t codes;
+  asm("{\n.reg .b16 low, high;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\n"
+      "cvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\n"
+      "mov.b32 %0, {low, high};\n}"
+      : "=r"(codes)
+      : "f"(a), "f"(b), "f"(c), "f"(d));
+  return codes;
+}
+
 }  // namespace ridgeline::ptx

@@ -33,6 +33,14 @@ __device__ __forceinline__ __half2 exp2_approx(__half2 x) {
   return reinterpret_cast<const __half2&>(y);
 }
 
+/// 1 / x in one instruction: 1 ulp; of subnormal numbers infinity.
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-rcp-approx-ftz-f64
+__device__ __forceinline__ float reciprocal_approx(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 /// The larger of two; NaN if one is NaN.
 /// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-max
 __device__ __forceinline__ float max_nan(float a, float b) {

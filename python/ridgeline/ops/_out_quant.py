@@ -11,11 +11,12 @@ from torch import Tensor
 
 OutQuant = Literal["fp8", "int8", "fp8_group"]
 
-_GROUP = 128  # columns that share a scale
+_GROUPS = {"fp8_group": 128, "fp8_group256": 256}  # columns that share a scale, if not a row's
 
 
 def _scales(cols: int, out_quant: str) -> int:
-    return (cols + _GROUP - 1) // _GROUP if out_quant == "fp8_group" else 1
+    group = _GROUPS.get(out_quant)
+    return 1 if group is None else (cols + group - 1) // group
 
 
 def quantised_like(y: Tensor, out_quant: str) -> tuple[Tensor, Tensor]:
@@ -25,7 +26,7 @@ def quantised_like(y: Tensor, out_quant: str) -> tuple[Tensor, Tensor]:
     return y.new_empty(y.shape, dtype=dtype), y.new_empty(shape, dtype=torch.float32)
 
 
-def written(shape: Sequence[int], itemsize: int, out_quant: OutQuant | None) -> int:
+def written(shape: Sequence[int], itemsize: int, out_quant: str | None) -> int:
     """Bytes of an output of this shape: elements of ``itemsize``, or codes and scales."""
     elements = math.prod(shape)
     if out_quant is None:

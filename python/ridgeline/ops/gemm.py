@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
+from ridgeline.ops._out_quant import written
 from ridgeline.ops.int4_weight import Int4Weight
 from ridgeline.ops.norm import rmsnorm
 from ridgeline.ops.quantize import quantize_fp8
@@ -220,10 +221,11 @@ def product_cost(
     unit: str,
     activation: str | None,
     *others: Tensor | None,
+    out_quant: str | None = None,
 ) -> Cost:
-    rows = x.numel() // max(x.shape[-1], 1)
     columns = N // 2 if activation in _GATED else N
-    moved = nbytes(x, *others) + weight_bytes + rows * columns * out_dtype.itemsize
+    moved = nbytes(x, *others) + weight_bytes
+    moved += written((*x.shape[:-1], columns), out_dtype.itemsize, out_quant)
     return Cost(bytes=moved, flops=2 * x.numel() * N, unit=unit)
 
 

@@ -2,17 +2,56 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
 from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import changed_in_place, inference_only, refuse_in_place
+from ridgeline.ops._out_quant import quantised_like
 from ridgeline.ops.gemm import UNITS, empty_output, product_cost
 from ridgeline.roofline.cost import Cost, cost_of, nbytes, op_cost
 
 _ops = torch.ops.ridgeline
 
 
+@overload
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    x_scale: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    activation: str | None = ...,
+    residual: Tensor | None = ...,
+    norm_weight: Tensor | None = ...,
+    norm_eps: float = ...,
+    quantize_x: bool = ...,
+    batch_invariant: bool = ...,
+    weights_ready: bool = ...,
+    out_quant: None = ...,
+) -> Tensor: ...
+@overload
+def fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None = ...,
+    *,
+    x_scale: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    activation: str | None = ...,
+    residual: Tensor | None = ...,
+    norm_weight: Tensor | None = ...,
+    norm_eps: float = ...,
+    quantize_x: bool = ...,
+    batch_invariant: bool = ...,
+    weights_ready: bool = ...,
+    out_quant: Literal["fp8_group256"],
+) -> tuple[Tensor, Tensor]: ...
 def fp8_linear(
     x: Tensor,
     weight: Tensor,
@@ -28,7 +67,8 @@ def fp8_linear(
     quantize_x: bool = False,
     batch_invariant: bool = False,
     weights_ready: bool = False,
-) -> Tensor:
+    out_quant: Literal["fp8_group256"] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`linear` with a weight in float8 e4m3 and float32 scales.
 
     Args:
@@ -48,17 +88,22 @@ def fp8_linear(
             weight and, on CUDA, rounded to the dtype of the output; on Hopper up to 64 rows, and
             where both are multiplied as they are, applied to sums in float32.
         x_scale: float32, for a float8 ``x`` only: one value, or one a row of ``x``, applied to the
-            product; or ``[..., ceil(K / 128)]``, one a group of 128 columns, applied to sums of
-            those or, up to 64 rows and off Hopper, to the expanded ``x``.
+            product; or ``[..., ceil(K / 128)]`` or ``[..., ceil(K / 256)]``, one a group of so many
+            columns, applied to sums of those or, up to 64 rows, off Hopper, and with other than
+            bfloat16 products alone of 256, to the expanded ``x``.
         quantize_x: ``x`` of another dtype, normalized if ``norm_weight`` is given, becomes
             float8_e4m3fn first, a scale a row, as :func:`quantize_fp8` and :func:`rmsnorm` make
             them: one row on Hopper in the product's kernel.
         out_dtype: of the output, for a float8 ``x``; None: bfloat16. Otherwise the dtype of ``x``.
+        out_quant: "fp8_group256": the output, rounded to ``out_dtype``, as :func:`quantize_fp8`
+            with "group256" makes codes of it: of many rows and "silu_mul" on Hopper in the
+            product's kernel.
         bias, activation, residual, norm_weight, norm_eps, batch_invariant, weights_ready: as in
             :func:`linear`; no norm for a float8 ``x``. Bits as in :func:`int4_linear`.
 
     Returns:
-        A new contiguous tensor, ``[..., N]`` (gated: ``[..., N / 2]``).
+        A new contiguous tensor, ``[..., N]`` (gated: ``[..., N / 2]``); with ``out_quant``
+        float8_e4m3fn, and its scales, float32 ``[..., ceil(N / 256)]`` (gated: of N / 2).
 
     Raises:
         ValueError: dtype, device or shape differ from the above; the message names the argument.
@@ -69,7 +114,7 @@ def fp8_linear(
     out = (out_dtype or torch.bfloat16) if is_fp8 else (out_dtype or x.dtype)
     if not is_fp8 and out != x.dtype:
         raise ValueError(f"out_dtype: expected None or the dtype of x, {x.dtype}, got {out_dtype}")
-    out = _ops.fp8_linear(
+    given = (
         x,
         weight,
         weight_scale,
@@ -84,7 +129,11 @@ def fp8_linear(
         batch_invariant,
         weights_ready,
     )
-    return inference_only(out, "fp8_linear", x, bias, residual)
+    inputs = ("fp8_linear", x, bias, residual)
+    if out_quant is not None:
+        codes, scale = _ops.fp8_linear_quant(*given, out_quant)
+        return inference_only(codes, *inputs), inference_only(scale, *inputs)
+    return inference_only(_ops.fp8_linear(*given), *inputs)
 
 
 def fp8_linear_add(
@@ -153,6 +202,27 @@ def _(
     return empty_output(x, weight.shape[0], activation, getattr(torch, out_dtype))
 
 
+@register_fake("fp8_linear_quant")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_dtype: str,
+    activation: str,
+    residual: Tensor | None,
+    norm_weight: Tensor | None,
+    norm_eps: float,
+    quantize_x: bool,
+    batch_invariant: bool,
+    weights_ready: bool,
+    out_quant: str,
+) -> tuple[Tensor, Tensor]:
+    y = empty_output(x, weight.shape[0], activation, getattr(torch, out_dtype))
+    return quantised_like(y, out_quant)
+
+
 @cost_of("fp8_linear")
 def _(
     x: Tensor,
@@ -166,6 +236,7 @@ def _(
     residual: Tensor | None = None,
     norm_weight: Tensor | None = None,
     quantize_x: bool = False,
+    out_quant: str | None = None,
     **_unused: object,
 ) -> Cost:
     is_fp8 = x.dtype == torch.float8_e4m3fn
@@ -173,7 +244,16 @@ def _(
     unit = "fp8" if is_fp8 or quantize_x else UNITS[out]
     read = nbytes(weight, weight_scale, x_scale)
     return product_cost(
-        x, weight.shape[0], read, out, unit, activation, bias, residual, norm_weight
+        x,
+        weight.shape[0],
+        read,
+        out,
+        unit,
+        activation,
+        bias,
+        residual,
+        norm_weight,
+        out_quant=out_quant,
     )
 
 
