@@ -152,7 +152,7 @@ class Decoder:
             if self._adds_products and _adds(layer.output, residual) and _adds(down, residual):
                 layer.output.add(out, residual)
                 x = _norm_for(layer.up, layer.mlp_norm, residual)
-                down.add(self._inner(layer, x), residual)
+                down.add(self._inner_codes(layer, x, down), residual)
                 x = _norm_for(*following[index], residual)
                 continue
             out = layer.output(out)
@@ -224,6 +224,13 @@ class Decoder:
         if activation == "gelu_tanh_mul":  # the one that products do not have as an epilogue
             return ops.gelu_mul(layer.up(x, norm=norm), "tanh")
         return layer.up(x, activation=activation, norm=norm)
+
+    def _inner_codes(self, layer: Layer, x: Tensor | Codes, down: Fp8Linear) -> Tensor | Codes:
+        """The same, as codes where the first product's kernel makes them."""
+        codes = None
+        if isinstance(layer.up, Fp8Linear) and isinstance(x, Codes):
+            codes = layer.up.codes_for(down, x, self.config.activation)
+        return self._inner(layer, x) if codes is None else codes
 
     def _attention(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
 from ridgeline import ops
@@ -16,6 +17,10 @@ QUANTIZATIONS = ("int4", "fp8", "int8")
 _ADDED = 1 << 22
 """Elements of 128 tiles of an fp8 product: of fewer several blocks may share one, which then cannot
 be added to the residual as it is stored."""
+
+_GATED_ROWS = 2048
+"""Rows of a gated fp8 product that becomes codes in its kernel: of fewer, pairs of tiles may leave
+SMs idle for longer than quantising takes."""
 
 
 class Linear(Protocol):
@@ -133,14 +138,36 @@ class Fp8Linear:
         may not depend on their number, for then no kernel adds."""
         return not self.batch_invariant and rows * self.weight.shape[0] >= _ADDED
 
-    def add(self, x: Tensor, residual: Tensor) -> None:
+    def add(self, x: Tensor | Codes, residual: Tensor) -> None:
         """``residual += self(x)``, with the same bits."""
+        values, scale = (x.values, x.scale) if isinstance(x, Codes) else (x, None)
         ops.fp8_linear_add(
-            *(x, self.weight, self.scale, residual, self.bias),
-            quantize_x=True,
+            *(values, self.weight, self.scale, residual, self.bias),
+            x_scale=scale,
+            quantize_x=scale is None,
             batch_invariant=self.batch_invariant,
             weights_ready=True,
         )
+
+    def codes_for(self, following: Fp8Linear, x: Codes, activation: str) -> Codes | None:
+        """``act(self(x))`` as codes that ``following`` adds to the residual, with finer scales than
+        a token's: 256 columns have one. None where that is not done in the products' kernels."""
+        inner = following.weight.shape[1]
+        if activation != "silu_mul" or inner % 256 or inner == 256 or self.codes != "fp8":
+            return None
+        if self.bias is not None or following.bias is not None or x.dtype != torch.bfloat16:
+            return None
+        if x.values.shape[0] < _GATED_ROWS:
+            return None
+        values, scale = ops.fp8_linear(
+            *(x.values, self.weight, self.scale),
+            x_scale=x.scale,
+            out_dtype=x.dtype,
+            activation=activation,
+            out_quant="fp8_group256",
+            weights_ready=True,
+        )
+        return Codes(values, scale, x.dtype)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ class Codes(NamedTuple):
     """``values * scale`` in place of a tensor of ``dtype``.
 
     Attributes:
-        values: float8_e4m3fn or int8 ``[tokens, cols]``. scale: float32 ``[tokens, 1]``.
+        values: float8_e4m3fn or int8 ``[tokens, cols]``. scale: float32 ``[tokens, 1]``, or of
+            what is not a norm's ``[tokens, cols / 256]``.
     """
 
     values: Tensor
