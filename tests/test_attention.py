@@ -425,6 +425,32 @@ def test_many_keys_a_block_equal_each_alone() -> None:
 
 
 @pytest.mark.gpu
+def test_very_many_keys_a_block_equal_each_alone() -> None:
+    """More than 6 x 2048 keys a block of the GPU, in few blocks of the cache: items of more than
+    1024 keys, and small ones of the last sequences."""
+    batch = 120
+    paged = Paged("cuda", [4096] * 4, 64, kv_heads=8)
+    draw = torch.Generator().manual_seed(2)
+    tables = torch.randint(1, 4 * 64 + 1, (batch, 64), generator=draw).int().cuda()
+    lengths = ints("cuda", [4096 - 31 * b % 700 for b in range(batch)])
+    q = normal("cuda", batch, 32, DIM)
+    counters = torch.zeros(8 * batch + 2, dtype=torch.int32, device="cuda")
+
+    def run(part: slice, **options: Any) -> Any:
+        return ops.paged_attention(
+            q[part], paged.k_cache, paged.v_cache, tables[part], lengths[part], return_lse=True,
+            **options,
+        )  # fmt: skip
+
+    out, lse = run(slice(None), counters=counters)
+    assert not counters.any()
+    assert same((out, lse), run(slice(None))), "joined by a kernel of its own"
+    for b in (0, 1, 31, 32, 77, 111, 112, 119):
+        one = slice(b, b + 1)
+        assert same((out[one], lse[:, one]), run(one, counters=counters)), f"sequence {b}"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[8193, 9001, 16384, 3], [20000, 12345, 33000]])
 def test_long_sequences_equal_each_alone(lengths: list[int]) -> None:
     """Leaves of 512 keys to 1024: alone each is a block's of a cluster, or, of more than 16k,

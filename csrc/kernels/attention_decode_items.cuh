@@ -103,6 +103,16 @@ __device__ __forceinline__ int item_limit(const Launch& launch, int load) {
 /// 8-bit caches, whose bytes cost more to expand than to read: 141 us, and 149 so.
 constexpr int kShareKeys = 2048, kDealtKeys = 1024, kLastKeys = 512;
 
+/// Of a share of more keys items are that share by so many: fewer partial rows are stored and
+/// joined. H200, us with items of kDealtKeys and so: 128 sequences of 4k keys 496.7 and 491.4, 256
+/// of 2k 507 and 490, of 4k 1004 and 965, of 1 to 4096 520 and 509.
+constexpr int kDealtItems = 6;
+
+/// Keys of the largest item wanted but of the last sequences; `limit`: as item_limit says.
+__device__ __forceinline__ int dealt_keys(int limit) {
+  return config::greater(kDealtKeys, limit / kDealtItems);
+}
+
 template <class Tile>
 __device__ __forceinline__ bool cuts_finer(const Launch& launch, int limit) {
   return !Tile::kQuantised && launch.attention.counters != nullptr && limit > kShareKeys;
@@ -183,7 +193,7 @@ struct Plan {
     cuts_finer = attention_decode::cuts_finer<Tile>(launch, limit);
     begins_alike = cuts_finer && begin_alike(first_block());
     if (cuts_finer && !begins_alike) {
-      limit = kDealtKeys;
+      limit = dealt_keys(limit);
       finer_from -= ceil_div(launch.sequences, 16);
     }
     grow<Tile>(cut, limit_of(lane));

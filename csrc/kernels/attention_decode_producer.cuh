@@ -97,7 +97,7 @@ __device__ __forceinline__ void prefetch_guess(const Launch& launch, int index) 
   if (launch.sequences > device::kWarpSize)  // those after are as long, more or less
     load = load / device::kWarpSize * launch.sequences;
   int limit = item_limit(launch, load);
-  if (cuts_finer<Tile>(launch, limit)) limit = kDealtKeys;
+  if (cuts_finer<Tile>(launch, limit)) limit = dealt_keys(limit);
   grow<Tile>(cut, limit);
   const int count = runs * cut.splits;
   const int sum = device::warp_inclusive_sum(count);
