@@ -231,6 +231,27 @@ def test_few_queries_have_the_bits_of_a_prompt(dim: int, heads: int, options: di
         assert same(few, (out[rows], lse[:, rows]))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize(
+    "options", [{}, {"window": 300}, {"causal": False, "softcap": 20.0}], ids=["", "window", "full"]
+)
+def test_heads_of_64_before_more_than_1024_keys(block: int, options: dict) -> None:
+    """Tiles of 192 queries and 112 keys: some warpgroups have no rows or see fewer keys."""
+    lengths, q_lens = [1500, 1100, 1025], [1500, 385, 100]
+    paged = Paged("cuda", lengths, block, math.nan)
+    cu_q = torch.tensor([0, *q_lens]).cumsum(0).tolist()
+    q = normal("cuda", cu_q[-1], HEADS, DIM)
+    out, lse = paged.run(q, cu_q, **options)
+    paged.check(q, cu_q, (out, lse), **options)
+    cu_k = ints("cuda", [0, *torch.tensor(lengths).cumsum(0).tolist()])
+    contiguous = ops.attention_varlen(
+        q, torch.cat(paged.k), torch.cat(paged.v), ints("cuda", cu_q), cu_k, 1500, 1500,
+        return_lse=True, **options,
+    )  # fmt: skip
+    assert same((out, lse), contiguous)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_merged_halves_equal_the_whole(device: str) -> None:
     q = normal(device, 1, 40, HEADS, DIM, dtype=torch.float32)
