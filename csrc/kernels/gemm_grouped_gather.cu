@@ -27,8 +27,8 @@ constexpr int kPieceVectors = kTogether * device::kWarpSize;
 /// Roofline: the rows in and out, bandwidth.
 __global__ void __launch_bounds__(kThreads)
     gather_kernel(const __grid_constant__ GatherParams params) {
-  ptx::launch_dependents();
   ptx::wait_for_dependencies();
+  ptx::launch_dependents();  // now: the next kernel begins with what those ahead of this one wrote
   const auto* x = static_cast<const uint4*>(params.grouped.gemm.x.data);
   const int lane = threadIdx.x % device::kWarpSize;
   const int warp = (blockIdx.x * kThreads + threadIdx.x) / device::kWarpSize;

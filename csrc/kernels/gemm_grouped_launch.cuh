@@ -36,6 +36,12 @@ __device__ __forceinline__ std::int32_t offset_of(const GroupedGemmParams& p, in
   return p.offsets ? p.offsets[e] : e * static_cast<std::int32_t>(p.gemm.M);
 }
 
+/// The same from L2: a kernel that starts ahead of its wait may find an older one in L1.
+__device__ __forceinline__ std::int32_t fresh_offset_of(const GroupedGemmParams& p, int e) {
+  e = min(e, p.experts);
+  return p.offsets ? __ldcg(p.offsets + e) : e * static_cast<std::int32_t>(p.gemm.M);
+}
+
 /// In shared memory, [experts + 1] each: where rows of each expert begin, and where its row tiles.
 struct Tables {
   std::int32_t *offsets, *starts;
@@ -43,10 +49,10 @@ struct Tables {
   /// Each lane of a warp counts the tiles of some experts.
   __device__ __forceinline__ void fill(const GroupedGemmParams& p, int row_tile, int lane) const {
     const int each = ceil_div(p.experts, device::kWarpSize), first = lane * each;
-    std::int32_t begin = offset_of(p, first);
+    std::int32_t begin = fresh_offset_of(p, first);
     int tiles = 0;
     for (int e = first; e < first + each; ++e) {
-      const std::int32_t end = offset_of(p, e + 1);
+      const std::int32_t end = fresh_offset_of(p, e + 1);
       if (e < p.experts) offsets[e] = begin;
       tiles += ceil_div(end - begin, row_tile);
       begin = end;

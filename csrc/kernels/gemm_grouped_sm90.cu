@@ -21,8 +21,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   ptx::launch_dependents();
   if (threadIdx.x == 0) {
     for (int i = 0; i < launch.stages; ++i) {
-      ptx::mbarrier_init(&shared.full[i],
-                         (Tile::kInt4 ? 2 : 1) + (Tile::kCopies ? Tile::kTeam : 0));
+      ptx::mbarrier_init(&shared.full[i], Tile::kFills);
       ptx::mbarrier_init(&shared.free[i], Tile::kReleases);
     }
     if constexpr (Tile::kInOrder)
@@ -40,7 +39,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     if (launch.in_order) ptx::prefetch_tensor_map(&launch.x);
   }
   __syncthreads();               // the barriers are made
-  ptx::wait_for_dependencies();  // which weights are read is what the kernels ahead decide
+  // Which weights are read is what the kernels ahead decide: not the one that puts rows in order.
+  if (!Tile::kStartsEarly || !launch.gathered) ptx::wait_for_dependencies();
   if constexpr (!Tile::kPlansAhead) {
     if (device::warp_index() == 0) fill_tables<Tile>(launch, shared);
     __syncthreads();  // the tables are there
@@ -140,7 +140,7 @@ std::int64_t shape_ring(Launch& launch) {
   const int sms = device::multiprocessors();
   launch.row_tile = Tile::kRows;
   if (!Tile::kInOrder && p.M < Tile::kRows)
-    launch.row_tile = round_up(static_cast<int>(p.M), Tile::kSome ? box_rows_of<Tile>(0) : 8);
+    launch.row_tile = round_up(static_cast<int>(p.M), Tile::kSome ? 16 : 8);
   if (Tile::kInOrder && !Tile::kSegments)
     launch.row_tile = row_tile_for(launch.grouped, launch.columns);
   // Of g experts with rows, each has a tile for its first row; the others fill tiles of row_tile.
@@ -184,6 +184,7 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
     launch_clear(launch.gather.claims, claims_count(params), stream);
   } else if (sm90_workspace_bytes(params) > 0) {
     launch_gather(params, p.workspace, stream);
+    launch.gathered = true;
   }
   if (sm90_workspace_bytes(params) > 0) {
     x = p.workspace;
@@ -193,10 +194,20 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
   launch.in_order = params.rows == nullptr || x == p.workspace;
   if constexpr (Tile::kInt4) add_scales<Tile>(launch);
   const std::int64_t blocks = shape_ring<Tile>(launch);
-  if (launch.in_order)
+  launch.joined = Tile::kBoxes > 1 && p.K % Tile::kBoxDepth == 0;
+  const int box_rows = box_rows_of<Tile>(launch.row_tile);
+  if (launch.joined) {
+    launch.x = device::swizzled_map({.dtype = p.x.dtype,
+                                     .data = x,
+                                     .sizes = {Tile::kBoxDepth, x_rows, p.K / Tile::kBoxDepth, 1},
+                                     .strides = {x_stride, Tile::kBoxDepth, Tile::kBoxDepth}},
+                                    box_rows, Tile::kBoxDepth,
+                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, Tile::kBoxes);
+  } else if (launch.in_order) {
     launch.x = device::matrix_map(
-        {x, static_cast<int>(sizeof(typename Tile::X)), x_rows, p.K, x_stride},
-        box_rows_of<Tile>(launch.row_tile), Tile::kBoxDepth, true);
+        {x, static_cast<int>(sizeof(typename Tile::X)), x_rows, p.K, x_stride}, box_rows,
+        Tile::kBoxDepth, true);
+  }
   device::launch_chained<grouped_sm90_kernel<Tile>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads),
       sizeof(Shared<Tile>) + launch.gather.slots_at + launch.gather.slots * kUnitBytes, stream,

@@ -75,6 +75,7 @@ void add_scales(Launch& launch) {
   launch.scales = map_of(p.weight.scales, 2, CU_TENSOR_MAP_DATA_TYPE_UINT16);
   if (p.weight.zeros)
     launch.zeros = map_of(p.weight.zeros, 1, CU_TENSOR_MAP_DATA_TYPE_UINT8);
+  launch.group = device::Divisor::of(p.weight.group);
   launch.groups =
       p.weight.group % Tile::kDepth == 0 || groups == 1 ? 1 : Tile::kScaleSets;
 }

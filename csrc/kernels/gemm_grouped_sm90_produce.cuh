@@ -1,5 +1,6 @@
 #pragma once
 #include "device/ptx/async_copy.cuh"
+#include "device/ptx/elect.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "kernels/gemm_grouped_sm90_gather.cuh"
 
@@ -10,66 +11,77 @@ namespace ridgeline::gemm_grouped {
 
 /// Weight rows go to shared memory so that every other eight are gates and the next their up rows,
 /// or, of weights that are not gated, as they lie: sixteen are two eights. Int4: the same of
-/// sixteens; of their scales, gates come first.
-template <class Tile>
+/// sixteens; of their scales and zero points, gates come first. kWeight, kX: what the thread brings
+/// of a stage, whose barrier it arrives at.
+template <class Tile, bool kWeight, bool kX>
 __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shared,
                                         const Item& item, int k, int stage) {
-  std::uint64_t* full = &shared.full[stage];
-  const Stage<Tile> to(launch, shared, stage);
-  const int box_rows = box_rows_of<Tile>(launch.row_tile);
-  const int boxes = launch.in_order ? ceil_div(item.rows, box_rows) : 0;
-  const int bytes = Tile::kWeightBytes + boxes * Tile::kBoxes * box_rows * kRowBytes;
-  ptx::mbarrier_expect(full, bytes);
-  if constexpr (Tile::kInt4) {
-    ptx::copy_tensor_4d(to.weight(), &launch.weight, full,
-                        k * Tile::kBoxes * Int4Layout::kWords, 0, item.column * (Tile::kCols / 32),
-                        item.expert);
-  } else {
-    ptx::copy_tensor_5d(to.weight(), &launch.weight, full, k * Tile::kDepth, 0, 0,
-                        item.column * (Tile::kCols / 16), item.expert);
-  }
-  for (int i = 0; i < boxes; ++i)
-#pragma unroll
-    for (int box = 0; box < Tile::kBoxes; ++box)
-      ptx::copy_matrix(to.x(box) + i * box_rows * kRowBytes, &launch.x, full,
-                       k * Tile::kDepth + box * Tile::kBoxDepth, item.row0 + i * box_rows);
-}
-
-/// Scales and zero points of int4: those of the gates, then of the up rows. By a thread of another
-/// warp: one that requests all of a stage takes longer than its multiplication.
-template <class Tile>
-__device__ __forceinline__ void request_scales(const Launch& launch, Shared<Tile>& shared,
-                                               const Item& item, int k, int stage) {
   const GemmParams& p = launch.grouped.gemm;
   std::uint64_t* full = &shared.full[stage];
   const Stage<Tile> to(launch, shared, stage);
-  ptx::mbarrier_expect(full, launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2));
-  const int first = item.column * (is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols);
-  for (int i = 0; i < launch.groups; ++i) {
-    const int group = (k * Tile::kDepth + i * 32) / p.weight.group;
-    ptx::copy_tensor_4d(to.scales(i).of, &launch.scales, full, first, 0, group, item.expert);
-    if (p.weight.zeros)
-      ptx::copy_tensor_4d(to.scales(i).zeros, &launch.zeros, full, first, 0, group, item.expert);
+  const int box_rows = box_rows_of<Tile>(launch.row_tile);
+  const int boxes = !kX || !launch.in_order ? 0
+                    : Tile::kInOrder        ? ceil_div(item.rows, box_rows)
+                                            : 1;
+  int bytes = boxes * Tile::kBoxes * box_rows * kRowBytes;
+  if (kWeight) bytes += Tile::kWeightBytes;
+  if (kWeight && Tile::kInt4) bytes += launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2);
+  ptx::mbarrier_expect(full, bytes);
+  if constexpr (kWeight && Tile::kInt4) {
+    ptx::copy_tensor_4d(to.weight(), &launch.weight, full,
+                        k * Tile::kBoxes * Int4Layout::kWords, 0, item.column * (Tile::kCols / 32),
+                        item.expert);
+    const int first = item.column * (is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols);
+    for (int i = 0; i < launch.groups; ++i) {
+      const int group = launch.group.divide(k * Tile::kDepth + i * 32);
+      ptx::copy_tensor_4d(to.scales(i).of, &launch.scales, full, first, 0, group, item.expert);
+      if (p.weight.zeros)
+        ptx::copy_tensor_4d(to.scales(i).zeros, &launch.zeros, full, first, 0, group, item.expert);
+    }
+  } else if constexpr (kWeight) {
+    ptx::copy_tensor_5d(to.weight(), &launch.weight, full, k * Tile::kDepth, 0, 0,
+                        item.column * (Tile::kCols / 16), item.expert);
+  }
+  if (kX && Tile::kBoxes > 1 && launch.joined) {
+    ptx::copy_tensor_4d(to.x(), &launch.x, full, 0, item.row0, k * Tile::kBoxes, 0);
+  } else if (kX) {
+    for (int i = 0; i < boxes; ++i)
+#pragma unroll
+      for (int box = 0; box < Tile::kBoxes; ++box)
+        ptx::copy_matrix(to.x(box) + i * box_rows * kRowBytes, &launch.x, full,
+                         k * Tile::kDepth + box * Tile::kBoxDepth, item.row0 + i * box_rows);
   }
 }
 
+/// All of the block's tiles by the copy engine, by one thread.
+template <class Tile, bool kWeight, bool kX>
+__device__ __forceinline__ void request_all(const Launch& launch, Shared<Tile>& shared) {
+  Ring ring{.stages = launch.stages, .parity = 1};  // the first wait on a fresh barrier passes
+  for_each_item<false>(launch, shared, Plan{}, [&](const Item& item) {
+    if (kX && Tile::kInOrder && launch.gather.claims) wait_for_rows<Tile>(launch, shared, item);
+    for (int k = 0; k < launch.steps; ++k, ring.next()) {
+      ptx::mbarrier_wait(&shared.free[ring.stage], ring.parity);
+      request<Tile, kWeight, kX>(launch, shared, item, k, ring.stage);
+    }
+  });
+}
+
+/// The same where rows of x may be out of order: warps, by turns, request stages and copy rows.
 template <class Tile>
-__device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared,
-                                        const Plan& plan, int thread) {
+__device__ __forceinline__ void copy_all(const Launch& launch, Shared<Tile>& shared,
+                                         const Plan& plan, int thread) {
   const GroupedGemmParams& grouped = launch.grouped;
   const GemmParams& p = grouped.gemm;
-  constexpr int kStep = Tile::kTeam / kVectors;  // rows between those of a thread
-  constexpr int kCount = Tile::kCopies ? Tile::kRows / kStep : 1;
+  constexpr int kStep = device::kWarpSize / kVectors;  // rows between those of a thread
+  constexpr int kCount = Tile::kRows / kStep;
   constexpr int kElements = kVector / static_cast<int>(sizeof(typename Tile::X));
-  const int turn = thread / Tile::kTeam, member = thread % Tile::kTeam;
-  const int first = member / kVectors, vector = member % kVectors;
+  const int turn = thread / device::kWarpSize, lane = thread % device::kWarpSize;
+  const int first = lane / kVectors, vector = lane % kVectors;
   const auto* base = static_cast<const char*>(p.x.data);
-  if (!Tile::kCopies && thread > 0 && !(Tile::kInt4 && thread == Tile::kTeam - device::kWarpSize))
-    return;
   Ring ring{.stages = launch.stages, .parity = 1};  // the first wait on a fresh barrier passes
   for_each_item<Tile::kPlansAhead>(launch, shared, plan, [&](const Item& item) {
     std::uint32_t places[kCount];  // in units of a vector
-    const int copied = !Tile::kCopies || launch.in_order ? 0 : item.rows;
+    const int copied = launch.in_order ? 0 : item.rows;
     const auto find = [&] {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -79,36 +91,43 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
         places[i] = static_cast<std::uint32_t>(row * (p.x.stride_row / kElements)) + vector;
       }
     };
-    if (Tile::kInOrder && launch.gather.claims && thread == 0)
-      wait_for_rows<Tile>(launch, shared, item);
-    bool found = Tile::kTurns == 1;
-    if (found) find();
+    bool found = false;
     for (int k = 0; k < launch.steps; ++k, ring.next()) {
       const int s = ring.stage;
-      if (s % Tile::kTurns != turn) continue;
+      if (s % kTurns != turn) continue;
       ptx::mbarrier_wait(&shared.free[s], ring.parity);
-      if (member == 0) request<Tile>(launch, shared, item, k, s);
-      if (Tile::kInt4 && member == Tile::kTeam - device::kWarpSize)
-        request_scales<Tile>(launch, shared, item, k, s);
+      if (ptx::elect_one()) request<Tile, true, true>(launch, shared, item, k, s);
       if (!found) find();  // with the first weights on their way
       found = true;
+      const bool inside = k * Tile::kDepth + vector * kElements < p.K;
+      std::uint8_t* stage = Stage<Tile>(launch, shared, s).x();
 #pragma unroll
-      for (int box = 0; box < (Tile::kCopies ? Tile::kBoxes : 0); ++box) {
-        const bool inside = k * Tile::kDepth + box * Tile::kBoxDepth + vector * kElements < p.K;
-        std::uint8_t* stage = Stage<Tile>(launch, shared, s).x(box);
-#pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          const int r = first + i * kStep;
-          if (r >= copied) break;
-          const std::int64_t at =
-              inside ? std::int64_t{places[i]} + (k * Tile::kBoxes + box) * kVectors : 0;
-          ptx::copy_async_16(stage + r * kRowBytes + (vector ^ (r % 8)) * kVector,
-                             base + at * kVector, inside);
-        }
+      for (int i = 0; i < kCount; ++i) {
+        const int r = first + i * kStep;
+        if (r >= copied) break;
+        const std::int64_t at = inside ? std::int64_t{places[i]} + k * kVectors : 0;
+        ptx::copy_async_16(stage + r * kRowBytes + (vector ^ (r % 8)) * kVector,
+                           base + at * kVector, inside);
       }
-      if constexpr (Tile::kCopies) ptx::mbarrier_arrive_after_copies(&shared.full[s]);
+      ptx::mbarrier_arrive_after_copies(&shared.full[s]);
     }
   });
+}
+
+constexpr int kXBringer = 3;  // warp of the producers that requests x, where one does so alone
+
+template <class Tile>
+__device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shared,
+                                        const Plan& plan, int thread) {
+  const int warp = thread / device::kWarpSize;
+  if constexpr (Tile::kCopies) {
+    copy_all<Tile>(launch, shared, plan, thread);
+  } else if (warp == 0) {
+    if (ptx::elect_one()) request_all<Tile, true, Tile::kAskers == 1>(launch, shared);
+  } else if (Tile::kAskers == 2 && warp == kXBringer) {
+    if (launch.gathered) ptx::wait_for_dependencies();  // x is in order
+    if (ptx::elect_one()) request_all<Tile, false, true>(launch, shared);
+  }
 }
 
 // ---- Planner ------------------------------------------------------------------------------------
