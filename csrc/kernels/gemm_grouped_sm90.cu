@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       ptx::mbarrier_init(&shared.full[i], Tile::kFills);
       ptx::mbarrier_init(&shared.free[i], Tile::kReleases);
     }
-    if constexpr (Tile::kInOrder)
+    if constexpr (Tile::kPlanned)
       for (int i = 0; i < 2; ++i) {
         ptx::mbarrier_init(&shared.planned.full[i], 2 * device::kWarpSize);
         ptx::mbarrier_init(&shared.planned.free[i], Tile::kMultipliers);
@@ -51,11 +51,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     const int thread = static_cast<int>(threadIdx.x) - Tile::kMultipliers;
     Plan first{};
     if constexpr (Tile::kPlansAhead) first = plan_first<Tile>(launch);
-    if constexpr (Tile::kInOrder) {
-      const int warp = thread / device::kWarpSize;
+    const int warp = thread / device::kWarpSize;
+    if constexpr (Tile::kPlanned)
       if (warp == kPlanner) return plan<Tile>(launch, shared);
+    if constexpr (Tile::kInOrder)
       if (warp == kGatherer && launch.gather.claims) return gather<Tile>(launch, shared);
-    }
     produce<Tile>(launch, shared, first, thread);
   } else {
     if constexpr (Tile::kConsumers > 1) ptx::take_registers<Tile::kManyRegisters>();
@@ -65,8 +65,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       ptx::named_barrier_arrive(kTablesBarrier, Tile::kThreads);
     }
     clear_rows<Tile>(launch, shared);
-    if constexpr (Tile::kInOrder) {
+    if constexpr (Tile::kInOrder)
       if (launch.gather.claims) gather_first<Tile>(launch, shared);
+    if constexpr (Tile::kPlanned) {
       consume_planned<Tile>(launch, shared);
     } else {
       consume<Tile>(launch, shared);

@@ -53,6 +53,7 @@ struct Tile {
   static constexpr int kConsumers = kConsumers_, kRows = kRows_;
   static constexpr bool kSome = kConsumers == 4;
   static constexpr bool kInOrder = kRows > 32 && !kSome;  // of many rows
+  static constexpr bool kPlanned = kInOrder || kSome;     // a warp has the next item ready
   // Whether threads copy rows of x that are out of order. Else x always comes by the copy engine,
   // and one thread requests all.
   static constexpr bool kCopies = !kInOrder && !kSome;
@@ -166,7 +167,7 @@ struct Shared {
   alignas(1024) T out[Tile::kConsumers][Tile::kPiece][kOutColumns];
   float x_scale[Tile::kFp8X ? 2 : 1][Tile::kFp8X ? Tile::kRows : 1];  // of an item, by turns
   alignas(8) std::uint64_t full[kMaxStages], free[kMaxStages];
-  alignas(16) std::conditional_t<Tile::kInOrder, Planned<Tile>, NotPlanned> planned;
+  alignas(16) std::conditional_t<Tile::kPlanned, Planned<Tile>, NotPlanned> planned;
   alignas(1024) std::uint8_t ring[];
 };
 

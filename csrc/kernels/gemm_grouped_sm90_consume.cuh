@@ -1,10 +1,10 @@
 #pragma once
-#include "kernels/gemm_grouped_sm90_store.cuh"
+#include "kernels/gemm_grouped_sm90_store_some.cuh"
 
 /// The warpgroups that multiply: tile after tile.
 namespace ridgeline::gemm_grouped {
 
-/// Products of the block's tiles, but those of many rows.
+/// Products of the block's tiles of few rows.
 template <class Tile>
 __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shared) {
   const Consumer me(static_cast<int>(threadIdx.x) + kWarpgroup);
@@ -12,7 +12,7 @@ __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shar
   Ring ring{.stages = launch.stages};
   for_each_item<false>(launch, shared, Plan{}, [&](const Item& item) {
     RowFactors<typename Tile::T> factors;
-    if (!Tile::kSome) load_factors<Tile>(factors, p, item, me);
+    load_factors<Tile>(factors, p, item, me);
     Sums<Tile> sums;
     float x_scale = 1.0f;  // of the thread's row of the tile
     if constexpr (Tile::kFp8X) {
@@ -22,12 +22,11 @@ __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shar
     multiply_rows<Tile>(launch, shared, ring, sums, item.rows, me);
     if (Tile::kFp8X && me.thread < Tile::kRows) shared.x_scale[0][me.thread] = x_scale;
     const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)) + kWarpgroup);
-    if (Tile::kSome) load_factors<Tile>(factors, p, item, here);  // no registers to keep them in
     store_tile<Tile>(launch, shared, item, sums, shared.x_scale[0], factors, here);
   });
 }
 
-/// The same of many rows, whose items a warp has ready.
+/// The same of some and of many rows, whose items a warp has ready.
 template <class Tile>
 __device__ __forceinline__ void consume_planned(const Launch& launch, Shared<Tile>& shared) {
   const Consumer me(static_cast<int>(threadIdx.x) + kWarpgroup);
@@ -46,7 +45,9 @@ __device__ __forceinline__ void consume_planned(const Launch& launch, Shared<Til
     RowFactors<typename Tile::T> factors;
     factors.take(planned.columns[at][row], planned.columns[at][row + 8]);
     const float* x_scale = shared.x_scale[Tile::kFp8X ? at : 0];
-    if (is_gated(launch.grouped.gemm.activation)) {
+    if constexpr (Tile::kSome) {
+      store_some<Tile>(launch, shared, item, sums, factors, here);
+    } else if (is_gated(launch.grouped.gemm.activation)) {
       store_boxes<Tile, true>(launch, shared, item, sums, x_scale, factors, here, turn);
     } else {
       store_boxes<Tile, false>(launch, shared, item, sums, x_scale, factors, here, turn);
