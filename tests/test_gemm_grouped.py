@@ -108,3 +108,32 @@ def test_rows_are_gathered_while_others_are_multiplied(
 ) -> None:
     """256 rows an expert or more in the mean: experts of full tiles first, and their rows of x."""
     check(kind, [513, 0, 700, 257, 1, 330, 64, 511], 288, K, gated, device)
+
+
+@pytest.mark.gpu
+def test_gathered_rows_follow_what_the_kernel_ahead_writes() -> None:
+    """The product starts while its rows are put in order: by then their choice has to be there."""
+    experts, tokens, K, N, turns = 8, 32, 512, 1024, 6
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(experts * N, K, generator=generator).to("cuda", torch.bfloat16)
+    packed = ops.Int4Experts.from_rows(ops.pack_int4(weight), experts)
+    cuts = torch.randint(0, 2 * tokens, (turns, experts + 1), generator=generator).sort().values
+    cuts[:, 0], cuts[:, -1] = 0, 2 * tokens
+    chosen = torch.randint(0, tokens, (turns, 2 * tokens), generator=generator)
+    of_turns = [torch.randn(tokens, K, generator=generator).bfloat16() for _ in range(turns)]
+    inputs = [
+        [t.cuda() for t in (x, offsets.int(), rows.int())]
+        for x, offsets, rows in zip(of_turns, cuts, chosen, strict=True)
+    ]
+    expected = []
+    for x, offsets, rows in inputs:
+        torch.cuda.synchronize()
+        expected.append(ops.grouped_int4_linear(x, packed, offsets, rows=rows))
+    written = [torch.zeros_like(t) for t in inputs[0]]
+    for _ in range(3):
+        for of_turn, wanted in zip(inputs, expected, strict=True):
+            for to, new in zip(written, of_turn, strict=True):
+                to.copy_(new)
+            x, offsets, rows = written
+            out = ops.grouped_int4_linear(x, packed, offsets, rows=rows)
+            assert torch.equal(out, wanted)

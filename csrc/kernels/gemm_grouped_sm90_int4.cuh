@@ -4,7 +4,7 @@
 #include "device/ptx/wgmma_registers_few.cuh"
 #include "kernels/gemm_grouped_sm90_expand.cuh"
 
-/// How int4 meets some rows of x: a stage has 128 columns of K, in two boxes.
+/// How int4 meets some rows of x: a stage has 128 or 256 columns of K, in boxes of 64.
 namespace ridgeline::gemm_grouped {
 
 // ---- Operands -----------------------------------------------------------------------------------
@@ -121,54 +121,59 @@ struct StageWalk {
   }
 };
 
-/// Stages that lie in one group, by up to 32 rows: what is expanded is the difference to the zero
-/// point, whose products go to registers of their own, which are scaled and added in float32. While
-/// the second box is multiplied, the first of the next stage is expanded.
+/// Boxes of 128 columns that share a scale, by up to 32 rows: what is expanded is the difference to
+/// the zero point, whose products go to registers of their own, which are scaled and added in
+/// float32. While the second box is multiplied, the first of the next two is expanded.
 template <class Tile>
 __device__ __forceinline__ void multiply_differences(const StageWalk<Tile>& walk,
                                                      const Int4Lane<Tile>& int4,
                                                      float (&sums)[Tile::kRows / 8][4]) {
   using T = typename Tile::T;
-  constexpr int kN = Tile::kRows;
+  constexpr int kN = Tile::kRows, kPairs = Tile::kBoxes / 2;
   BoxFragments a[2];
   Stage<Tile> stage = walk.wait();
   auto second = int4.load(stage, 1);
   float scale[2], next_scale[2] = {};
   device::Int4Differences<T> differences;
-  const auto take_scales = [&](float (&to)[2]) {
+  const auto take_scales = [&](float (&to)[2], int set) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      to[r] = device::to_float(int4.scale_of(stage, 0, r));
-      differences.set(r, int4.zero_of(stage, 0, r));
+      to[r] = device::to_float(int4.scale_of(stage, set, r));
+      differences.set(r, int4.zero_of(stage, set, r));
     }
   };
-  take_scales(scale);
+  take_scales(scale, 0);
   int4.expand(int4.load(stage, 0), differences, a[0]);
 #pragma unroll 1
   for (int k = 1; k <= walk.launch.steps; ++k) {
-    float part[kN / 8][4];
-    multiply_box<T, kN>(part, a[0], stage.x(0), false);
-    int4.expand(second, differences, a[1]);
-    multiply_box<T, kN>(part, a[1], stage.x(1), true);
-    const int last = walk.ring.stage;
-    walk.ring.next();
-    const bool more = k < walk.launch.steps;
-    typename Int4Lane<Tile>::Words first;
-    if (more) {
-      stage = walk.wait();
-      first = int4.load(stage, 0);
-      second = int4.load(stage, 1);
-      take_scales(next_scale);
-    }
-    ptx::wgmma_wait<1>();
-    if (more) int4.expand(first, differences, a[0]);
-    ptx::wgmma_wait<0>();
-    ptx::hold_registers(part);
-    walk.release(last);
 #pragma unroll
-    for (int i = 0; i < kN / 2; ++i)
-      sums[i / 4][i % 4] = fmaf(scale[i % 4 / 2], part[i / 4][i % 4], sums[i / 4][i % 4]);
-    scale[0] = next_scale[0], scale[1] = next_scale[1];
+    for (int pair = 0; pair < kPairs; ++pair) {
+      float part[kN / 8][4];
+      multiply_box<T, kN>(part, a[0], stage.x(2 * pair), false);
+      int4.expand(second, differences, a[1]);
+      multiply_box<T, kN>(part, a[1], stage.x(2 * pair + 1), true);
+      const bool ends = pair == kPairs - 1;
+      const int last = walk.ring.stage;
+      if (ends) walk.ring.next();
+      const bool more = !ends || k < walk.launch.steps;
+      typename Int4Lane<Tile>::Words first;
+      if (more) {
+        if (ends) stage = walk.wait();
+        const int box = ends ? 0 : 2 * (pair + 1);
+        first = int4.load(stage, box);
+        second = int4.load(stage, box + 1);
+        take_scales(next_scale, box / 2);
+      }
+      ptx::wgmma_wait<1>();
+      if (more) int4.expand(first, differences, a[0]);
+      ptx::wgmma_wait<0>();
+      ptx::hold_registers(part);
+      if (ends) walk.release(last);
+#pragma unroll
+      for (int i = 0; i < kN / 2; ++i)
+        sums[i / 4][i % 4] = fmaf(scale[i % 4 / 2], part[i / 4][i % 4], sums[i / 4][i % 4]);
+      scale[0] = next_scale[0], scale[1] = next_scale[1];
+    }
   }
 }
 
@@ -187,15 +192,15 @@ __device__ __forceinline__ void multiply_scaled(const StageWalk<Tile>& walk,
   for (int k = 0; k < walk.launch.steps; ++k) {
     const Stage<Tile> stage = walk.wait();
     device::Int4Rows<T, kZeros> rows;
-    if (!kZeros) rows = int4.template rows_of<kZeros>(stage, 0);
 #pragma unroll
-    for (int box = 0; box < 2; ++box) {
+    for (int box = 0; box < Tile::kBoxes; ++box) {
       const auto words = int4.load(stage, box);
+      if (!kZeros && box % 2 == 0) rows = int4.template rows_of<kZeros>(stage, box / 2);
       if (kZeros) rows = int4.template rows_of<kZeros>(stage, box * per_box);
-      int4.template expand<0, kSteps / 2>(words, rows, a[box]);
+      int4.template expand<0, kSteps / 2>(words, rows, a[box % 2]);
       if (kZeros) rows = int4.template rows_of<kZeros>(stage, box * per_box + per_half);
-      int4.template expand<kSteps / 2, kSteps>(words, rows, a[box]);
-      multiply_box<T, kN>(sums, a[box], stage.x(box), true);
+      int4.template expand<kSteps / 2, kSteps>(words, rows, a[box % 2]);
+      multiply_box<T, kN>(sums, a[box % 2], stage.x(box), true);
       ptx::wgmma_wait<1>();
       if (box == 0 && last >= 0) walk.release(last);
     }

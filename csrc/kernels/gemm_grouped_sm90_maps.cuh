@@ -17,14 +17,17 @@ CUtensorMap weight_map(const GroupedGemmParams& params) {
   if constexpr (Tile::kInt4) {
     const std::int64_t words = std::int64_t{ceil_div(p.K, Int4Layout::kCols)} * Int4Layout::kWords;
     const std::int64_t strip = words * 4, strips = ceil_div(p.N, 16);
-    const cuuint64_t sizes[] = {u64(words), 2, u64(ceil_div(p.N, 32)), u64(params.experts)};
+    constexpr int kEach = Tile::kWordsEach;
+    const cuuint64_t sizes[] = {u64(words / kEach), 2, u64(ceil_div(p.N, 32)),
+                                u64(params.experts)};
     const cuuint64_t strides[] = {u64(gated ? strips / 2 * strip : strip),
                                   u64(gated ? strip : 2 * strip), u64(strips * strip)};
-    const cuuint32_t box[] = {Tile::kBoxes * Int4Layout::kWords, 2, Tile::kCols / 32, 1};
+    const cuuint32_t box[] = {Tile::kBoxes * Int4Layout::kWords / kEach, 2, Tile::kCols / 32, 1};
     result = device::tensor_map_encoder()(
-        &map, CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, const_cast<void*>(p.weight.data), sizes, strides,
-        box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        &map, kEach == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT64 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
+        const_cast<void*>(p.weight.data), sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
+        CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   } else {
     constexpr bool kDense = Tile::kFormat == WeightFormat::kDense;
     constexpr int kBytes = kDense ? 2 : 1;
@@ -76,8 +79,9 @@ void add_scales(Launch& launch) {
   if (p.weight.zeros)
     launch.zeros = map_of(p.weight.zeros, 1, CU_TENSOR_MAP_DATA_TYPE_UINT8);
   launch.group = device::Divisor::of(p.weight.group);
-  launch.groups =
-      p.weight.group % Tile::kDepth == 0 || groups == 1 ? 1 : Tile::kScaleSets;
+  const bool one = Tile::kWay.as != Int4As::kDifferences &&
+                   (p.weight.group % Tile::kDepth == 0 || groups == 1);
+  launch.groups = one ? 1 : Tile::kScaleSets;
 }
 
 }  // namespace ridgeline::gemm_grouped

@@ -29,11 +29,12 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
   ptx::mbarrier_expect(full, bytes);
   if constexpr (kWeight && Tile::kInt4) {
     ptx::copy_tensor_4d(to.weight(), &launch.weight, full,
-                        k * Tile::kBoxes * Int4Layout::kWords, 0, item.column * (Tile::kCols / 32),
-                        item.expert);
+                        k * Tile::kBoxes * Int4Layout::kWords / Tile::kWordsEach, 0,
+                        item.column * (Tile::kCols / 32), item.expert);
     const int first = item.column * (is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols);
     for (int i = 0; i < launch.groups; ++i) {
-      const int group = launch.group.divide(k * Tile::kDepth + i * 32);
+      constexpr int kShare = Tile::kDepth / Tile::kScaleSets;  // columns that a set may be for
+      const int group = launch.group.divide(k * Tile::kDepth + i * kShare);
       ptx::copy_tensor_4d(to.scales(i).of, &launch.scales, full, first, 0, group, item.expert);
       if (p.weight.zeros)
         ptx::copy_tensor_4d(to.scales(i).zeros, &launch.zeros, full, first, 0, group, item.expert);

@@ -4,8 +4,8 @@
 /// The way of the sums of some rows to y.
 namespace ridgeline::gemm_grouped {
 
-/// Sums of a tile to y, kPiece rows of x at a time: each warp's by itself, through a kilobyte of its
-/// own, so that none waits for another.
+/// Sums of a tile to y, kPiece rows of x at a time: each warp's by itself, through a kilobyte of
+/// its own, so that none waits for another.
 template <class Tile, bool kGated>
 __device__ __forceinline__ void store_warp(const Launch& launch, Shared<Tile>& shared,
                                            const Item& item, const Sums<Tile>& sums,

@@ -29,7 +29,8 @@ __device__ __forceinline__ void fill_ordered(const Launch& launch, Shared<Tile>&
   const auto tiles_of = [&](int e) {
     return ceil_div(tables.offsets[e + 1] - tables.offsets[e], launch.row_tile);
   };
-  for (int e = lane; e <= experts; e += device::kWarpSize) tables.offsets[e] = fresh_offset_of(p, e);
+  for (int e = lane; e <= experts; e += device::kWarpSize)
+    tables.offsets[e] = fresh_offset_of(p, e);
   __syncwarp();  // the offsets are there
   for (int e = lane; e < experts; e += device::kWarpSize) {
     const int pieces = ceil_div(tables.offsets[e + 1] - tables.offsets[e], kPieceRows);
