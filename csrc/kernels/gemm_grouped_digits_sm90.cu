@@ -267,19 +267,20 @@ void launch_spans(const GroupedGemmParams& params, Stream stream) {
   launch<T, 1, kChunkBlocks>(params, stream);
 }
 
-/// Rows, at most: an expert, in the mean, three fewer than a strip meets at a time, for the weights
-/// of an expert that has more go by twice. H200, lab, by turns, us, by expansion and so: 8 and 12
-/// tokens of 2 of 8 experts of 14336 x 4096, of which four rows fit, 65.1 66.5 and 58.0 69.7; 64
-/// and 96 of 8 of 128 experts of 2048 x 1536 72.6 72.2 and 64.7 71.5. Strips of few chunks leave
-/// warps without one: 16 and 24 tokens of 768 x 2048 27.1 36.0 and 25.6 38.8, and where chunks are
-/// not whole, too, 1 and 2 tokens 7.4 8.1 and 5.7 8.2.
+/// Rows, at most: an expert, in the mean, four fewer than a strip meets at a time, for the weights
+/// of an expert that has more go by twice. H200, lab, us, by expansion and so: 8 and 12 tokens of 2
+/// of 8 experts of 14336 x 4096, of which four rows fit, 62.3 62.6 and 61.6 65.9; 48 and 64 of 8 of
+/// 128 experts of 2048 x 1536 62.3 63.2 and 62.3 66.0, gated 69.0 68.1 and 62.7 65.5. Strips of few
+/// chunks leave warps without one: 4, 8 and 16 tokens of 768 x 2048 12.9 18.7 24.2 and 12.5 19.1
+/// 29.8.
 std::int64_t most_rows(GroupedGemmParams params) {
   constexpr int kFewChunks = 4, kFewest = 2;
   const GemmParams& p = params.gemm;
   if (ceil_div(p.K, kChunkCols) < kFewChunks)
-    return blocks_of(p) < kChunkBlocks ? params.experts : std::min(params.experts, kMostTileRows);
+    return blocks_of(p) < kChunkBlocks ? ceil_div(params.experts, 2)
+                                       : std::min(params.experts, kMostTileRows);
   params.gemm.M = std::max<std::int64_t>(p.M, kMostTileRows);
-  return std::int64_t{std::max(sizes_of(params).launch.row_tile - 3, kFewest)} * params.experts;
+  return std::int64_t{std::max(sizes_of(params).launch.row_tile - 4, kFewest)} * params.experts;
 }
 
 }  // namespace
