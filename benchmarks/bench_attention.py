@@ -1,38 +1,21 @@
-"""Attention: prefill of 16k tokens against cuDNN and flash, paged decode, and both over fp8; a
-decode step from the projection on, as one op and as its parts."""
+"""Attention over a paged cache: decode, also of 8 bits, prompts in fp8, mixed calls, shared
+prefixes; a decode step from the projection on, as one op and as its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
+from attention_cases import BLOCK, DIM, HEADS, KV_HEADS, TOKENS, Cache, Shape, counters_for, sdpa
 from ridgeline import ops
 from ridgeline.roofline import op_cost
 from timer import Bench
 
-TOKENS, HIDDEN = 16384, 2048
-HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 128, 64
-LENGTHS = [512, 1024, 2048, 4096, 8192, 16384]
 DECODE = [(1, 160), (32, 160), (128, 160), (1, 1024), (1, 4096), (1, 8192), (1, 32768), (8, 4096),
           (32, 4096), (32, 8192), (128, 4096)]  # fmt: skip
-BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "torch_flash": SDPBackend.FLASH_ATTENTION}
-
-
-def sdpa(backend: SDPBackend, causal: bool) -> Callable[..., Tensor]:
-    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        grouped = q.shape[1] != k.shape[1]
-        with sdpa_kernel(backend):
-            return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, enable_gqa=grouped
-            )
-
-    return call
 
 
 def measure(bench: Bench, impl: str, op: str, **row: Any) -> None:
@@ -43,116 +26,6 @@ def measure(bench: Bench, impl: str, op: str, **row: Any) -> None:
         if impl == "ridgeline":
             raise
         print(f"{op} {impl} {row['fields']}: {str(error).splitlines()[0]}")
-
-
-def prefill(bench: Bench, dim: int, length: int, causal: bool) -> None:
-    batch, heads = TOKENS // length, HIDDEN // dim
-    if bench.device == "cpu":
-        batch = 1
-
-    def make() -> list[Tensor]:
-        shape = (batch, length, heads, dim)
-        dtype = torch.float32 if bench.device == "cpu" else torch.bfloat16
-        return [torch.randn(shape, device=bench.device, dtype=dtype) for _ in range(3)]
-
-    fields = {"dtype": str(make()[0].dtype).removeprefix("torch."), "B": batch, "Sq": length,
-              "Sk": length, "Hq": heads, "Hkv": heads, "D": dim, "causal": causal}  # fmt: skip
-    backends = {"torch_eager": SDPBackend.FLASH_ATTENTION} if bench.device == "cpu" else BACKENDS
-    calls = {"ridgeline": lambda q, k, v: ops.attention(q, k, v, causal=causal)}
-    for impl, backend in backends.items():
-        call = sdpa(backend, causal)
-        try:
-            call(*make())
-            calls[impl] = call
-        except RuntimeError as error:  # this build of PyTorch lacks it for the shape
-            print(f"attention {impl} {fields}: {str(error).splitlines()[0]}")
-    cost = op_cost("attention", *make(), causal=causal)
-    bench.compare(op="attention", calls=calls, make=make, cost=cost, fields=fields)
-
-
-def packed(bench: Bench, lengths: list[int], name: str, before: int = 0) -> None:
-    """Causal prefill of sequences side by side, grouped heads, `before` keys ahead of each."""
-    keys = [length + before for length in lengths]
-    ends = [torch.tensor([0, *n]).cumsum(0).int().to(bench.device) for n in (lengths, keys)]
-    longest = [max(lengths), max(keys)]
-
-    def make() -> list[Tensor]:
-        shapes = [(sum(lengths), HEADS, DIM)] + [(sum(keys), KV_HEADS, DIM)] * 2
-        return [torch.randn(s, device=bench.device, dtype=torch.bfloat16) for s in shapes]
-
-    fields = {"dtype": "bfloat16", "B": len(lengths), "Sq": longest[0], "Sk": longest[1],
-              "Hq": HEADS, "Hkv": KV_HEADS, "D": DIM, "causal": True, "lengths": name}  # fmt: skip
-    bench.measure(
-        op="attention_varlen", impl="ridgeline", make=make, fields=fields,
-        call=lambda q, k, v: ops.attention_varlen(q, k, v, *ends, *longest),
-        cost=op_cost("attention_varlen", *make(), *ends, *longest),
-    )  # fmt: skip
-
-
-def mixed_lengths(total: int) -> list[int]:
-    """Lengths from 64 to 8192 with odds of 1 / length, the same in every run."""
-    draw = torch.Generator().manual_seed(0)
-    lengths: list[int] = []
-    while sum(lengths) < total:
-        length = int(64 * 128.0 ** torch.rand((), generator=draw).item())
-        lengths.append(min(length, total - sum(lengths)))
-    return lengths
-
-
-@dataclass(frozen=True)
-class Shape:
-    """`batch` sequences of `length` keys and `q_len` queries; all begin with the same `shared`
-    blocks."""
-
-    batch: int
-    length: int
-    q_len: int = 1
-    kv: torch.dtype = torch.bfloat16
-    block: int = BLOCK
-    shared: int = 0
-    heads: int = HEADS
-    kv_heads: int = KV_HEADS
-    dim: int = DIM
-    window: int = 0
-
-
-class Cache:
-    """One layer's paged cache, blocks in random order."""
-
-    def __init__(self, device: str, shape: Shape) -> None:
-        self.device, self.shape = device, shape
-        batch, block, q_len = shape.batch, shape.block, shape.q_len
-        count = -(-shape.length // block)
-        rows = (batch * count + 1, shape.kv_heads, block, shape.dim)
-        dtype = torch.float32 if device == "cpu" else torch.bfloat16
-        kv = dtype if shape.kv == torch.bfloat16 else shape.kv
-        self.k, self.v = (
-            torch.randn(rows, device=device, dtype=dtype).to(kv).transpose(1, 2) for _ in range(2)
-        )
-        order = torch.randperm(batch * count, device=device) + 1
-        self.tables = order.int().view(batch, count)
-        self.tables[:, : shape.shared] = self.tables[0, : shape.shared].clone()
-        self.lengths = torch.full((batch,), shape.length, dtype=torch.int32, device=device)
-        self.q = torch.randn(batch * q_len, shape.heads, shape.dim, device=device, dtype=dtype)
-        self.cu_q = torch.arange(batch + 1, dtype=torch.int32, device=device) * q_len
-        self.scales = []
-        if kv != dtype:
-            scale = torch.full(self.k.shape[:3], 0.5, dtype=torch.bfloat16, device=device)
-            self.scales = [scale, scale.clone()]
-        if kv == torch.float8_e4m3fn and q_len > 1:  # queries are fp8, too
-            self.scales.append(torch.full(self.q.shape[:2], 0.5, device=device))
-            self.q = self.q.to(kv)
-
-    def inputs(self) -> list[Tensor]:
-        return [self.q, self.k, self.v, self.tables, self.lengths, self.cu_q, *self.scales]
-
-    def fields(self) -> dict[str, Any]:
-        shape = self.shape
-        fields = {"dtype": str(self.q.dtype).removeprefix("torch."), "B": shape.batch,
-                  "L": shape.length, "q_len": shape.q_len, "Hq": shape.heads,
-                  "Hkv": shape.kv_heads, "D": shape.dim, "block": shape.block,
-                  "kv_dtype": str(self.k.dtype).removeprefix("torch.")}  # fmt: skip
-        return {**fields, "window": shape.window} if shape.window else fields
 
 
 # What the decode kernel meets beside 32/8 heads of 128 in blocks of 64: MHA, more and fewer rows a
@@ -168,17 +41,9 @@ SHAPES = [
     Shape(32, 4096, block=16),
     Shape(32, 4096, block=128),
     Shape(32, 4096, window=1024),
-    Shape(1, 4096, 2048),
-    Shape(1, 4096, 4096),
-    Shape(1, 4096, 4096, block=16),
     *(Shape(TOKENS // n, n, n, kv=torch.float8_e4m3fn) for n in (16384, 4096, 1024)),
     Shape(8, 4096, 5),
 ]
-
-
-def counters_for(sample: Cache) -> Tensor:
-    pairs = sample.shape.batch * sample.shape.kv_heads
-    return torch.zeros(pairs + 2, dtype=torch.int32, device=sample.device)
 
 
 def paged(bench: Bench, shape: Shape) -> None:
@@ -320,12 +185,6 @@ def merge(bench: Bench) -> None:
 
 def main() -> None:
     bench = Bench.from_args(__doc__)
-    small = bench.quick or bench.device == "cpu"
-    lengths = [512, 1024] if bench.device == "cpu" else [1024, 16384] if small else LENGTHS
-    for dim in [128] if small else [64, 128, 256]:
-        for causal in (False, True):
-            for length in lengths:
-                prefill(bench, dim, length, causal)
     for batch, length in [(1, 1024)] if bench.device == "cpu" else DECODE:
         paged(bench, Shape(batch, length))
         if bench.device != "cpu":
@@ -336,10 +195,6 @@ def main() -> None:
             paged(bench, shape)
         for chunks, decodes in ((2, 64), (2, 0), (0, 64)):  # together, and each alone
             mixed_call(bench, [2048] * chunks + [1] * decodes)
-        packed(bench, [4096], "one")
-        packed(bench, [2048], "one", before=2048)
-        packed(bench, [2048] * 16, "uniform")
-        packed(bench, mixed_lengths(2 * TOKENS), "mixed")
     for length in [1024] if bench.device == "cpu" else [160, 1024, 4096, 16384]:
         fresh(bench, length)
     prefix(bench, *((2, 128, 64) if bench.device == "cpu" else (64, 8192, 128)))
