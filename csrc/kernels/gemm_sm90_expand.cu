@@ -122,12 +122,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     const Consumer me(static_cast<int>(threadIdx.x));
     Ring<Tile::kStages> ring;
     const bool cut = Tile::kCuts && (!Tile::kWhole || launch.segments > 1);
+    int turn = 0;
     for_each_work<Tile>(launch, [&](const Work& work) {
       RowFactors<Tile> factors;
       if (cut) {
         bring_columns<Tile>(launch, shared, work, me);
       } else {
         factors.load(launch, work.place.n, me);
+        if (Tile::kFp8X) request_x_scales<Tile>(launch, shared, factors, work, turn ^= 1, me);
       }
       Sums<Tile> sums;
       if constexpr (Tile::kFp8X) {
@@ -153,6 +155,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       if constexpr (Tile::kShares) {
         if (work.first_step > 0) return leave_part<Tile>(launch, work.segment, sums, here);
         if (takes_part<Tile>(launch, work)) add_part<Tile>(shared, ring, sums, here);
+      }
+      if constexpr (Tile::kFp8X) {
+        ptx::wait_copies<0>();
+        here.meet();  // the scales of x are there
       }
       if constexpr (Tile::kWhole) {
         if constexpr (Way::kPlain) {

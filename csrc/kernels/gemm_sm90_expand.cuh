@@ -94,6 +94,7 @@ struct Shared {
   };
   alignas(128) Scales scales[Tile::kInt4 ? Tile::kStages : 1];
   Column columns[2 * Tile::kBoxCols];
+  float x_scales[Tile::kFp8X ? 2 : 1][kConsumers][Tile::kFp8X ? Tile::kRows : 1];  // by turns
   alignas(8) std::uint64_t full[Tile::kStages], free[Tile::kStages];
 };
 

@@ -36,8 +36,9 @@ __device__ __forceinline__ void take(Values& values, const GemmParams& p, const 
     for (int i = 0; i < kPieces; ++i)
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
-        const std::int64_t m = first + index * kAtOnce + i * 8 + me.in_quad * 2 + c;
-        const float of_row = p.x.scale[p.x.scale_per_row ? min(m, p.M - 1) : 0];
+        const int row = index * kAtOnce + i * 8 + me.in_quad * 2 + c;
+        const std::int64_t at = p.x.scale_per_row ? min(first + row, p.M - 1) : 0;
+        const float of_row = Tile::kFp8X ? factors.x_scales[row] : p.x.scale[at];
 #pragma unroll
         for (int r = 0; r < 2; ++r) values[i][2 * r + c] = __fmul_rn(values[i][2 * r + c], of_row);
       }
