@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -96,7 +97,8 @@ def test_shared_tiles(M: int, N: int, K: int, expected: str, zero_point: bool, g
         assert torch.equal(out, first)
 
 
-# Rows of fp8 by int4, and who multiplies them: the cluster kernel, where its tiles are few.
+# Rows of fp8 by int4, and who multiplies them: the cluster kernel, where its tiles are few; tiles
+# of 128 rows, or of 256.
 CODES = [
     (65, 4096, 4096, "cluster"),
     (128, 4096, 4096, "cluster"),
@@ -109,6 +111,12 @@ CODES = [
     (600, 8192, 128, "whole"),  # one stage
     (600, 8192, 256, "whole"),  # two
     (600, 8192, 384, "whole"),
+    (250, 4096, 14336, "segments"),  # four of them, tiles of 256 rows
+    (500, 4096, 14336, "segments"),  # two
+    (500, 6144, 4096, "tail"),
+    (1000, 6144, 4096, "even"),
+    (1000, 4096, 2048, "whole"),
+    (2100, 8192, 384, "whole"),  # several tiles a block
 ]
 
 
@@ -119,10 +127,12 @@ def test_who_multiplies_codes(M: int, N: int, K: int, expected: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("chained", [False, True], ids=["alone", "chained"])
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("scale", ["row", "one"])
+@pytest.mark.parametrize("epilogue", ["plain", "residual", "gated"])
 @pytest.mark.parametrize(("M", "N", "K"), [shape[:3] for shape in CODES] + [(100, 2048, 2048)])
-def test_codes(M: int, N: int, K: int, gated: bool, chained: bool) -> None:
+def test_codes(M: int, N: int, K: int, epilogue: str, scale: str, chained: bool) -> None:
     """Rows of fp8 by int4, against float64: products of 128 columns are added in float32."""
+    gated = epilogue == "gated"
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -130,7 +140,9 @@ def test_codes(M: int, N: int, K: int, gated: bool, chained: bool) -> None:
 
     weight = ops.pack_int4((normal(N, K) * K**-0.5).bfloat16(), 128)
     x, x_scale = normal(M, K).to(torch.float8_e4m3fn), normal(M).abs() + 0.5
-    residual = normal(M, N // 2 if gated else N).bfloat16()
+    if scale == "one":
+        x_scale = x_scale[:1]
+    residual = None if epilogue == "plain" else normal(M, N // 2 if gated else N).bfloat16()
     activation = "silu_mul" if gated else None
     out = ops.int4_linear(
         x, weight, x_scale=x_scale, activation=activation, residual=residual, weights_ready=chained
@@ -139,7 +151,29 @@ def test_codes(M: int, N: int, K: int, gated: bool, chained: bool) -> None:
     if gated:
         gate, up = wanted.chunk(2, -1)
         wanted = F.silu(gate) * up
-    wanted += residual.double()
+    if residual is not None:
+        wanted += residual.double()
+    assert (out.double() - wanted).norm() < 3e-3 * wanted.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["off 16 bytes", "permuted", "short rows"])
+@pytest.mark.parametrize("M", [300, 1000])
+def test_codes_that_are_gathered(M: int, layout: str) -> None:
+    """Where the copy engine cannot bring rows of fp8, a kernel ahead does."""
+    generator = torch.Generator().manual_seed(0)
+    N, K = 4096, 424 if layout == "short rows" else 1024
+    group = K if layout == "short rows" else 128
+    q = torch.randint(0, 16, (N, K), generator=generator)
+    scales = torch.rand(K // group, N, generator=generator).bfloat16() + 0.5
+    index = torch.randperm(K, generator=generator) // group if layout == "permuted" else None
+    weight = ops.Int4Weight.from_quantized(q, scales, None, index).to("cuda")
+    off = 8 if layout == "off 16 bytes" else 0
+    wide = torch.randn(M, K + 16, generator=generator).to("cuda", torch.float8_e4m3fn)
+    x = wide[:, off : off + K]
+    out = ops.int4_linear(x, weight, x_scale=torch.ones(1, device="cuda"))
+    packed = replace(weight, scales=weight.scales.float())  # sums are scaled
+    wanted = x.double() @ packed.dequantize().double().T
     assert (out.double() - wanted).norm() < 3e-3 * wanted.norm()
 
 

@@ -212,18 +212,14 @@ __device__ __forceinline__ void split_int4(std::uint32_t word, std::uint32_t& ev
 
 constexpr float kInt4AsE4m3Unit = 512.0f;  // what int4_as_e4m3 leaves to multiply by
 
-/// Even nibbles of `word`, less 8, as e4m3 in units of 2^-9, exactly: for those its codes are the
-/// integers themselves, subnormals and first normals alike, with a sign. 0x88 - q below 8.
-__device__ __forceinline__ std::uint32_t even_int4_as_e4m3(std::uint32_t word) {
-  const std::uint32_t negative = ~(word >> 3) & 0x01010101u;
-  return ((word & 0x07070707u) ^ (negative * 7)) + negative * 0x81;
-}
-
-/// As split_int4 does: four columns of row g, and the same of row g + 8.
+/// The nibbles of `word`, less 8, as e4m3 in units of 2^-9, exactly: for those its codes are the
+/// integers themselves, subnormals and first normals alike, with a sign. Even and odd ones apart,
+/// as split_int4 does: four columns of row g, and the same of row g + 8.
 __device__ __forceinline__ void int4_as_e4m3(std::uint32_t word, std::uint32_t& even,
                                              std::uint32_t& odd) {
-  even = even_int4_as_e4m3(word);
-  odd = even_int4_as_e4m3(word >> 4);
+  constexpr std::uint32_t kNibbles = 0x0f0f0f0f, kZeros = 0x08080808, kSigns = 0x80808080;
+  even = __vabsdiffu4(word & kNibbles, kZeros) | (~(word << 4) & kSigns);
+  odd = __vabsdiffu4(word >> 4 & kNibbles, kZeros) | (~word & kSigns);
 }
 
 /// The nibble of row `r` and column `c` of an int4 block.

@@ -119,7 +119,8 @@ bool must_prepare(const GemmParams& p, Path path) {
                              ? path == Path::kFp8 || (few && !by_groups)
                              : ((once || path == Path::kDigits || path == Path::kHeld) &&
                                 !by_groups) ||
-                                   (path == Path::kCluster && int4_takes_fp8(p));
+                                   ((path == Path::kCluster || path == Path::kExpandToFp8) &&
+                                    int4_takes_fp8(p));
   const bool as_is = p.x.dtype == p.dtype || (p.x.dtype == DType::kFloat8E4M3 && takes_fp8);
   if ((p.x.norm_weight && !folds_norm(p, path)) || p.x.perm || !as_is) return true;
   if (path == Path::kSimple) return false;
@@ -274,8 +275,8 @@ void gemm(const GemmParams& params, Stream stream) {
     launch_trace::note_slower([&] { return reason_for_simple(params); });
   auto* workspace = static_cast<char*>(params.workspace);
   GemmParams p = params;
-  if (plan.config.path == Path::kExpandToFp8) {
-    gemm_detail::launch_reorder(p, workspace + plan.prepared, plan.prepared_cols, stream);
+  if (plan.prepares && plan.config.path == Path::kExpandToFp8) {
+    gemm_detail::launch_gather(p, workspace + plan.prepared, plan.prepared_cols, stream);
     p.x.data = workspace + plan.prepared;
     p.x.stride_row = plan.prepared_cols;
   } else if (plan.prepares) {

@@ -32,9 +32,8 @@ void launch_cluster(const GemmParams& params, const gemm_config::Config& config,
 /// The cluster kernel's tiles of gemm_config::kWideCols weight rows; x e4m3, or its terms.
 void launch_wide(const GemmParams& params, Stream stream);
 
-/// Hopper's kernels for many rows. Expand: x of the output's dtype, or e4m3 as launch_reorder
-/// leaves it, `shared` gemm_config::shared_bytes() of any contents; fp8: x and weight e4m3, or
-/// int8.
+/// Hopper's kernels for many rows. Expand: x of the output's dtype, or e4m3, `shared`
+/// gemm_config::shared_bytes() of any contents; fp8: x and weight e4m3, or int8.
 void launch_expand(const GemmParams& params, const gemm_config::Config& config, void* shared,
                    Stream stream);
 void launch_fp8(const GemmParams& params, const gemm_config::Config& config, Stream stream);
@@ -56,10 +55,9 @@ void launch_prepare(const GemmParams& params, void* prepared, std::int64_t strid
 constexpr int kTermsOfX = 2;
 void launch_split_x(const GemmParams& params, void* terms, float* units, Stream stream);
 
-/// Rows of e4m3 x as [M, stride], permuted, padded with zeros to `stride`, a multiple of 16. In the
-/// order of the columns of int4 blocks: of 16, byte 4 t + i is column 2 t + {0, 8, 1, 9}[i], which
-/// makes a lane's nibbles of a row an operand of four e4m3.
-void launch_reorder(const GemmParams& params, void* reordered, std::int64_t stride, Stream stream);
+/// Rows of e4m3 x as [M, stride], permuted, padded with zeros to `stride`, a multiple of 16: where
+/// the copy engine cannot bring them as they are.
+void launch_gather(const GemmParams& params, void* gathered, std::int64_t stride, Stream stream);
 
 /// The epilogue over float32 partials of `segments` segments, or over a product [M, N] of the
 /// output's dtype (segments = 0) whose bias is in it already.

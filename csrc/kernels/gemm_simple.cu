@@ -26,7 +26,6 @@ struct PrepareParams {
   GemmParams gemm;
   void* prepared;       // [M, stride] of the output's dtype
   std::int64_t stride;  // at least K
-  bool vectors = false;  // x can be read 16 columns at a time
 };
 
 // ---- Phases -------------------------------------------------------------------------------------
@@ -178,10 +177,9 @@ __global__ void __launch_bounds__(kThreads)
   device::store(out + 8, device::dequantise8<T>({in.z, in.w}, DType::kFloat8E4M3, 1.0f));
 }
 
-/// 16 columns a thread, in the order of launch_reorder. Grid: enough threads. Bandwidth: 2 M K
-/// bytes.
+/// 16 codes a thread. Grid: enough threads. Bandwidth: 2 M K bytes.
 __global__ void __launch_bounds__(kThreads)
-    reorder_kernel(const __grid_constant__ PrepareParams params) {
+    gather_kernel(const __grid_constant__ PrepareParams params) {
   const GemmParams& p = params.gemm;
   const auto across = static_cast<unsigned>(params.stride / 16);
   const unsigned piece = blockIdx.x * kThreads + threadIdx.x, row = piece / across;
@@ -190,23 +188,15 @@ __global__ void __launch_bounds__(kThreads)
   ptx::wait_for_dependencies();
   if (row >= p.M) return;
   const std::uint8_t* x = static_cast<const std::uint8_t*>(p.x.data) + row * p.x.stride_row;
-  uint4 in{};
-  if (params.vectors && column + 16 <= p.K) {
-    in = *reinterpret_cast<const uint4*>(x + column);
-  } else {
-    alignas(16) std::uint8_t bytes[16] = {};
+  alignas(16) std::uint8_t codes[16] = {};
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-      if (column + i < p.K) {
-        const int from = p.x.perm ? p.x.perm[column + i] : column + i;
-        bytes[i] = x[from < 0 || from >= p.K ? 0 : from];
-      }
-    in = *reinterpret_cast<const uint4*>(bytes);
-  }
-  const uint4 out = {__byte_perm(in.x, in.z, 0x5140), __byte_perm(in.x, in.z, 0x7362),
-                     __byte_perm(in.y, in.w, 0x5140), __byte_perm(in.y, in.w, 0x7362)};
+  for (int i = 0; i < 16; ++i)
+    if (column + i < p.K) {
+      const int from = p.x.perm ? p.x.perm[column + i] : column + i;
+      codes[i] = x[from < 0 || from >= p.K ? 0 : from];
+    }
   *reinterpret_cast<uint4*>(static_cast<std::uint8_t*>(params.prepared) + row * params.stride +
-                            column) = out;
+                            column) = *reinterpret_cast<const uint4*>(codes);
 }
 
 // ---- Launch -------------------------------------------------------------------------------------
@@ -264,11 +254,10 @@ void launch_prepare(const GemmParams& gemm, void* prepared, std::int64_t stride,
   });
 }
 
-void launch_reorder(const GemmParams& gemm, void* reordered, std::int64_t stride, Stream stream) {
-  const PrepareParams params{
-      .gemm = gemm, .prepared = reordered, .stride = stride, .vectors = reads_vectors(gemm)};
-  device::launch_chained<reorder_kernel>(pieces_grid(gemm, stride), dim3(kThreads), 0, stream,
-                                         params, "linear: reorder");
+void launch_gather(const GemmParams& gemm, void* gathered, std::int64_t stride, Stream stream) {
+  const PrepareParams params{.gemm = gemm, .prepared = gathered, .stride = stride};
+  device::launch_chained<gather_kernel>(pieces_grid(gemm, stride), dim3(kThreads), 0, stream,
+                                        params, "linear: gather");
 }
 
 }  // namespace ridgeline::gemm_detail

@@ -187,9 +187,7 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
   const int out_cols = p.out_cols();
   constexpr int kDepth = Tile::kDepth;
   Launch launch{.gemm = p, .segments = config.segments, .steps = ceil_div(p.K, kDepth)};
-  // Reordered columns lie anywhere among their sixteen.
-  const int x_cols = Tile::kFp8X ? round_up(p.K, 16) : p.K;
-  launch.x = device::RowTiles::of({p.x.data, Tile::kFp8X ? 1 : 2, p.M, x_cols, p.x.stride_row},
+  launch.x = device::RowTiles::of({p.x.data, Tile::kFp8X ? 1 : 2, p.M, p.K, p.x.stride_row},
                                   Tile::kRows, kDepth);
   if constexpr (Tile::kInt4) {
     const std::int64_t words = std::int64_t{ceil_div(p.K, Int4Layout::kCols)} * Int4Layout::kWords;
@@ -237,6 +235,22 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
                                                    "linear: expanded weights");
 }
 
+/// Tiles of 256 rows, with kernels for a way to y each: there are too few registers beside any.
+template <class Large>
+void launch_large(const GemmParams& p, const gemm_config::Config& config, void* parts,
+                  Stream stream) {
+  using enum Activation;
+  if constexpr (Large::kFp8X)
+    if (is_plain(p)) return launch_tiles<Large, KnownWay<kNone>>(p, config, parts, stream);
+  if (p.activation == kNone && device::is_mappable(residual_of(p)))
+    return launch_tiles<Large, KnownWay<kNone, true>>(p, config, parts, stream);
+  if (p.activation == kGelu && !p.residual)
+    return launch_tiles<Large, KnownWay<kGelu>>(p, config, parts, stream);
+  if (p.activation == kSiluMul && !p.residual)
+    return launch_tiles<Large, KnownWay<kSiluMul>>(p, config, parts, stream);
+  launch_tiles<Large>(p, config, parts, stream);
+}
+
 template <class T, WeightFormat kFormat, bool kBlocks>
 void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void* parts,
                     Stream stream) {
@@ -250,15 +264,8 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void
   }
   if (config.tile_rows == 256) {
     using Large = Tile<T, kFormat, kBlocks, 256, 1, false, false, kTails>;
-    if constexpr (std::is_same_v<T, __nv_bfloat16> && !kBlocks) {
-      using enum Activation;
-      if (p.activation == kNone && device::is_mappable(residual_of(p)))
-        return launch_tiles<Large, KnownWay<kNone, true>>(p, config, parts, stream);
-      if (p.activation == kGelu && !p.residual)
-        return launch_tiles<Large, KnownWay<kGelu>>(p, config, parts, stream);
-      if (p.activation == kSiluMul && !p.residual)
-        return launch_tiles<Large, KnownWay<kSiluMul>>(p, config, parts, stream);
-    }
+    if constexpr (std::is_same_v<T, __nv_bfloat16> && !kBlocks)
+      return launch_large<Large>(p, config, parts, stream);
     return launch_tiles<Large>(p, config, parts, stream);
   }
   if (config.tile_cols == 256) {
@@ -279,6 +286,13 @@ void launch_expand(const GemmParams& p, const gemm_config::Config& config, void*
     using T = typename decltype(type)::type;
     if (p.weight.format == WeightFormat::kInt4 && p.x.dtype == DType::kFloat8E4M3) {
       constexpr auto kInt4 = WeightFormat::kInt4;
+      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+        if (config.tile_rows == 256 && config.segments > 1)
+          return launch_tiles<Tile<T, kInt4, false, 256, 1, true, true>>(p, config, parts, stream);
+        if (config.tile_rows == 256)
+          return launch_large<Tile<T, kInt4, false, 256, 1, false, true, true>>(p, config, parts,
+                                                                                stream);
+      }
       launch_tiles<Tile<T, kInt4, false, 128, 1, true, true>>(p, config, parts, stream);
     } else if (p.weight.format == WeightFormat::kInt4) {
       launch_tile_of<T, WeightFormat::kInt4, false>(p, config, parts, stream);

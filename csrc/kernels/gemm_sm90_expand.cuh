@@ -23,7 +23,7 @@ constexpr int kBoxes = 4;       // ... of which a warpgroup has so many
 /// tiles where those are few. kBlocks: fp8 weights with scales of 128 x 128. kCuts: several blocks
 /// may multiply a tile; of 256 rows they always do, for which there are no registers otherwise.
 /// kTails: of 256 rows, too, some may take tails of others' tiles, or all even shares. kFp8X: x is
-/// e4m3, its columns in the order of gemm_detail::launch_reorder, and int4 becomes e4m3.
+/// e4m3, and int4 becomes that.
 template <class T_, WeightFormat kFormat_, bool kBlocks_, int kRows_, int kBands_, bool kCuts_,
           bool kFp8X_ = false, bool kTails_ = false>
 struct Tile {
@@ -32,7 +32,9 @@ struct Tile {
   static constexpr int kDepth = kFp8X ? 128 : 64;  // columns of K a stage
   static constexpr bool kInt4 = kFormat_ == WeightFormat::kInt4;
   static constexpr bool kBlocks = kBlocks_;
-  static constexpr float kUnit = kInt4 && !kFp8X ? device::kInt4Unit<T> : 1.0f;  // of sums
+  static constexpr float kUnit = !kInt4  ? 1.0f  // of sums
+                                 : kFp8X ? device::kInt4AsE4m3Unit
+                                         : device::kInt4Unit<T>;
   static constexpr bool kCuts = kCuts_, kTails = kTails_;
   static constexpr bool kWhole = !kCuts || kRows_ != 256;    // or one does
   static constexpr bool kShares = (kCuts && kWhole && !kFp8X) || kTails;  // or some take tails
@@ -43,7 +45,7 @@ struct Tile {
   static constexpr int kRows = kRows_;                      // of x: wgmma's columns
   static constexpr int kBoxCols = kBands * kWarpgroupRows;  // weight rows of half a tile
   static constexpr int kBoxBytes = kBoxCols * kDepth / (kInt4 ? 2 : 1);
-  static constexpr int kStages = kFp8X          ? 7
+  static constexpr int kStages = kFp8X          ? (kRows == 256 ? 4 : 7)
                                  : kRows == 256 ? (kInt4 ? 5 : 4)
                                  : kRows == 192 ? 6
                                  : kBands == 2  ? (kInt4 ? 7 : 5)

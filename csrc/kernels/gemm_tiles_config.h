@@ -31,7 +31,7 @@ struct TileTime {
   double step, ends, add;
 };
 constexpr TileTime kFp8Tiles[] = {{128, 256, 0.66, 4.0, 0.0}, {128, 128, 0.34, 3.0, 6.0}};
-constexpr TileTime kExpandToFp8Tiles[] = {{128, 128, 0.46, 9.5, 1.5}};  // with x reordered ahead
+constexpr TileTime kExpandToFp8Tiles[] = {{256, 128, 0.8, 4.5, 9.5}, {128, 128, 0.54, 3.3, 6.0}};
 constexpr TileTime kExpandTiles[] = {{256, 128, 0.62, 3.8, 6.0},
                                      {192, 128, 0.47, 3.6, 5.0},
                                      {128, 256, 0.65, 3.3, 0.0},
@@ -94,6 +94,7 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
   const auto consider_tile = [&](const TileTime& tile) {
     const bool full = shape.dtype == DType::kBFloat16;  // float16 has fewer kernels
     if (tile.rows == 192 && (shape.format != WeightFormat::kInt4 || !full)) return;
+    if (tile.rows == 256 && to_fp8 && !full) return;
     const std::int64_t tiles = tiles_of(shape, tile.rows, tile.cols);
     const auto whole = static_cast<double>(ceil_div<std::int64_t>(tiles, kBlocksWanted));
     consider(tile, whole * (tile.step * steps + tile.ends), 1, 0);
@@ -101,7 +102,7 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
     for (const std::int32_t segments : {2, 4})
       if (tiles * segments <= at_once && segments <= steps)
         consider(tile, tile.step * ceil_div(steps, segments) + tile.ends + tile.add, segments, 0);
-    if (to_fp8 || (tile.rows == 256 && shape.format != WeightFormat::kInt4)) return;
+    if (tile.rows == 256 ? shape.format != WeightFormat::kInt4 : to_fp8) return;
     const double leaves = tile.rows == 256 ? 3.8 : 2.7;  // a tail's sums
     const auto tail = static_cast<std::int32_t>((steps - kTailsOfBlock * leaves / tile.step) /
                                                 (kTailsOfBlock + 1));
@@ -218,12 +219,12 @@ constexpr bool may_be_for_cluster(const Shape& shape) {
 /// by 96 to 128 rows 15.5, 10.4, by 192 19.1, 16.1, by 256 21.1, 16.5; 4096 x 6144 by 128 21.0,
 /// 16.1; 14336 x 4096 by 128 31.0, 26.8; 5120 x 5120 by 192 29.4, 19.5; 2048 x 2048 by 128 11.6,
 /// 5.1. With zero points or gated it gains as much, or loses up to 4% where it gains as little. x
-/// of e4m3, expanded tiles without the kernel that reorders x for them, and so: 4096 x 4096 by 128
-/// rows 14.8, 9.7, by 256 19.0, 15.6; 4096 x 6144 by 128 19.0, 15.5; 8192 x 8192 28.9, 27.8. fp8 by
-/// fp8, tiles of 128 rows and so, chained: 4096 x 4096 by 72 to 128 rows 12.3, 8.7, by 192 12.6,
-/// 11.6; 4096 x 6144 by 128 12.8, 12.1; 14336 x 4096 by 128 24.1, 21.6, 8192 x 8192 25.5, 24.0,
-/// 5120 x 5120 15.3, 13.6; 2048 x 2048 7.4, 4.6; int8 4096 x 4096 by 128 11.7, 9.9, 2048 x 2048
-/// 7.0, 4.4, but 14336 x 4096 23.1, 28.2.
+/// of e4m3, expanded tiles as they were and so: 4096 x 4096 by 128 rows 14.8, 9.7, by 256 19.0,
+/// 15.6; 4096 x 6144 by 128 19.0, 15.5; 8192 x 8192 28.9, 27.8. fp8 by fp8, tiles of 128 rows and
+/// so, chained: 4096 x 4096 by 72 to 128 rows 12.3, 8.7, by 192 12.6, 11.6; 4096 x 6144 by 128
+/// 12.8, 12.1; 14336 x 4096 by 128 24.1, 21.6, 8192 x 8192 25.5, 24.0, 5120 x 5120 15.3, 13.6; 2048
+/// x 2048 7.4, 4.6; int8 4096 x 4096 by 128 11.7, 9.9, 2048 x 2048 7.0, 4.4, but 14336 x 4096 23.1,
+/// 28.2.
 constexpr void cut_rows_for_cluster(const Shape& shape, double time, Config& config) {
   constexpr std::int32_t kColumns = 640, kMostSegments = 4;
   if (!may_be_for_cluster(shape)) return;
