@@ -69,12 +69,12 @@ def test_a_row_that_is_not_finite(bad: float, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_row_has_the_same_bits_alone(device: str) -> None:
-    """As many rows as one kernel takes: each is scaled by itself."""
-    x, weight, scale, _ = inputs(4, 1088, 160, device, torch.bfloat16)
+def test_a_row_has_the_same_bits_among_fewer(device: str) -> None:
+    """Of rows that one kernel takes: each is scaled by itself."""
+    x, weight, scale, _ = inputs(6, 1088, 160, device, torch.bfloat16)
     whole = ops.fp8_linear(x, weight, scale, quantize_x=True, weights_ready=True)
-    alone = ops.fp8_linear(x[2:3], weight, scale, quantize_x=True, weights_ready=True)
-    assert torch.equal(alone, whole[2:3])
+    fewer = ops.fp8_linear(x[2:4], weight, scale, quantize_x=True, weights_ready=True)
+    assert torch.equal(fewer, whole[2:4])
 
 
 @pytest.mark.parametrize("device", DEVICES)
