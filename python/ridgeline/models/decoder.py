@@ -226,7 +226,7 @@ class Decoder:
         return layer.up(x, activation=activation, norm=norm)
 
     def _inner_codes(self, layer: Layer, x: Tensor | Codes, down: Fp8Linear) -> Tensor | Codes:
-        """The same, as codes where the first product's kernel makes them."""
+        """The same, as codes of the first product where :meth:`Fp8Linear.codes_for` has them."""
         codes = None
         if isinstance(layer.up, Fp8Linear) and isinstance(x, Codes):
             codes = layer.up.codes_for(down, x, self.config.activation)

@@ -99,7 +99,8 @@ class Int4Linear:
 
 @dataclass(frozen=True)
 class Fp8Linear:
-    """fp8 weights with a scale for each output, times inputs quantised here, a scale a token."""
+    """fp8 weights with a scale for each output, times inputs quantised here, a scale a token, or
+    where they are made, with scales of 256 columns (:meth:`codes_for`)."""
 
     weight: Tensor
     scale: Tensor
@@ -151,8 +152,11 @@ class Fp8Linear:
 
     def codes_for(self, following: Fp8Linear, x: Codes, activation: str) -> Codes | None:
         """``act(self(x))`` as codes that ``following`` adds to the residual, with finer scales than
-        a token's: 256 columns have one. None where that is not done in the products' kernels."""
-        inner = following.weight.shape[1]
+        a token's: 256 columns have one. None on GPUs other than Hopper, whose kernels do not make
+        them, and of few rows, where quantising apart takes less."""
+        device, inner = x.values.device, following.weight.shape[1]
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) != (9, 0):
+            return None
         if activation != "silu_mul" or inner % 256 or inner == 256 or self.codes != "fp8":
             return None
         if self.bias is not None or following.bias is not None or x.dtype != torch.bfloat16:

@@ -79,9 +79,9 @@ def fp8_linear(
             that a row shares: what is below 1/896 of its largest is rounded by up to 2^-17 of
             that, and sums of 128 columns keep 14 bits); or
             float8_e4m3fn with ``x_scale``: both are expanded, exactly, or,
-            on Hopper with more than 8 rows, multiplied as they are: the tensor cores keep 14 bits
-            of a sum of 128 columns (256 of more than 64 rows without scales of columns), which is
-            added in float32.
+            on Hopper with more than 8 rows, and of fewer but one where that is faster, multiplied
+            as they are: the tensor cores keep 14 bits of a sum of 128 columns (or 256 of more than
+            64 rows, without scales of 128 columns), which is added in float32.
         weight: ``[N, K]``, float8_e4m3fn; last dimension contiguous.
         weight_scale: float32: one value, or ``[N]``, applied to the product in float32; or
             ``[ceil(N / 128), ceil(K / 128)]``, one a 128 x 128 block, applied to the expanded
@@ -219,6 +219,8 @@ def _(
     weights_ready: bool,
     out_quant: str,
 ) -> tuple[Tensor, Tensor]:
+    if out_quant != "fp8_group256":
+        raise ValueError(f"out_quant: expected None or 'fp8_group256', got {out_quant!r}")
     y = empty_output(x, weight.shape[0], activation, getattr(torch, out_dtype))
     return quantised_like(y, out_quant)
 
