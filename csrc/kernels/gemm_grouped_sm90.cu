@@ -260,8 +260,8 @@ void launch_some(const GroupedGemmParams& params, Stream stream) {
   const auto mean = static_cast<float>(mean_rows(params));
   const float most = std::min(mean + 2 * std::sqrt(mean), static_cast<float>(p.M));
   if constexpr (kFormat == WeightFormat::kInt4) {
-    constexpr int kStageCols = 128;
-    const bool whole = p.weight.group % kStageCols == 0 || p.weight.group >= p.K;
+    constexpr int kScaleCols = 128;  // that share a scale
+    const bool whole = p.weight.group % kScaleCols == 0 || p.weight.group >= p.K;
     if (most <= 16 && whole)
       return launch_some_of<T, kFormat, 16, Int4As::kDifferences>(params, stream);
     if (most <= 24 && whole)
@@ -319,7 +319,8 @@ bool runs_on_wgmma(const GroupedGemmParams& params) {
   return device::runs_sm90a() && fused && p.dtype != DType::kFloat32 && p.K > 0 &&
          params.experts > 0 && params.x_rows > 0 && p.N % (int4 ? 32 : 16) == 0 &&
          !(int4 && p.x.dtype == DType::kFloat8E4M3) && p.K * x_bytes % 16 == 0 &&
-         p.x.stride_row * x_bytes % 16 == 0 && row_bytes % 16 == 0 &&
+         p.x.stride_row * x_bytes % 16 == 0 && (params.x_rows <= 1 || p.x.stride_row > 0) &&
+         row_bytes % 16 == 0 &&
          params.stride_expert % 16 == 0 && is_aligned(p.x.data) && is_aligned(p.weight.data) &&
          (!int4 || (is_aligned(p.weight.scales) && is_aligned(p.weight.zeros)));
 }

@@ -55,7 +55,7 @@ struct Tile {
   static constexpr bool kInOrder = kRows > 32 && !kSome;  // of many rows
   static constexpr bool kPlanned = kInOrder || kSome;     // a warp has the next item ready
   // Whether threads copy rows of x that are out of order. Else x always comes by the copy engine,
-  // and one thread requests all.
+  // for which one thread or two ask.
   static constexpr bool kCopies = !kInOrder && !kSome;
   static constexpr int kPiece = kInOrder ? 64 : 32;  // rows whose sums lie together
   // Boxes of 128 bytes of each row of x in a stage: two of int4 by some rows, four by up to 32, for
@@ -180,7 +180,7 @@ struct Shared {
 /// A stage: x, the weight, and int4's scales and zero points.
 template <class Tile>
 struct Stage {
-  struct Scales {  // of 32 columns of K, or of all
+  struct Scales {  // of 32 columns of K, of 128, or of all
     alignas(Tile::kScaleBytes) typename Tile::T of[Tile::kCols];
     std::uint8_t zeros[Tile::kCols];
   };
@@ -192,7 +192,7 @@ struct Stage {
   __device__ __forceinline__ Stage(const Launch& launch, Shared<Tile>& shared, int index)
       : Stage(shared.ring + index * launch.stage_bytes, launch.row_tile) {}
 
-  /// Box `box` of x. wgmma's 32 rows may reach into the weight; their sums are left.
+  /// Box `box` of x. wgmma's kRows may reach into the weight; their sums are left.
   __device__ __forceinline__ std::uint8_t* x(int box = 0) const {
     return start + box * row_tile * kRowBytes;
   }

@@ -5,7 +5,7 @@
 /// What the copy engine is told of experts' weights.
 namespace ridgeline::gemm_grouped {
 
-/// Boxes of a tile's weight rows in the order that request_weight names.
+/// Boxes of a tile's weight rows in the order that they are requested in.
 template <class Tile>
 CUtensorMap weight_map(const GroupedGemmParams& params) {
   const GemmParams& p = params.gemm;

@@ -92,6 +92,9 @@ GROUPED = OpCase(
         Sample("no rows", x=normal(0, 64), weight=normal(2, 32, 64), offsets=at(0, 0, 0)),
         Sample("strided", x=normal(6, 128)[:, 64:], weight=normal(2, 64, 128)[:, ::2, :64],
                offsets=at(0, 2, 6)),
+        *(Sample(f"{rows} rows that are one", weight=normal(2, 32, 64), offsets=at(0, 2, rows),
+                 x=Lazy(lambda context, rows=rows: normal(1, 64)(context).expand(rows, 64)))
+          for rows in (6, 150)),
         Sample("NaN stays in its row", x=normal(6, 64).set((1, 3), float("nan")),
                weight=normal(2, 32, 64), offsets=at(0, 2, 6)),
     ],
