@@ -56,7 +56,7 @@ def test_blocks_that_wait_for_each_other_run_at_once(sms: int) -> None:
     shared = 0
     for M in range(65, 1025, 31):
         for N in range(1024, 16384, 1024):
-            for format in ("int4", "fp8"):
+            for format in ("int4", "fp8", "int4_fp8"):
                 chosen = plan(M, N, 4096, format, sms)
                 if who(chosen) not in ("segments", "tail"):
                     continue
@@ -154,6 +154,27 @@ def test_codes(M: int, N: int, K: int, epilogue: str, scale: str, chained: bool)
     if residual is not None:
         wanted += residual.double()
     assert (out.double() - wanted).norm() < 3e-3 * wanted.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize(("M", "N", "K", "expected"), [s for s in CODES if s[3] != "whole"])
+def test_shared_tiles_of_codes(M: int, N: int, K: int, expected: str, gated: bool) -> None:
+    """Rows of fp8 by int4 in a launch that a graph runs again: the same bits, whoever adds last."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight = ops.pack_int4(torch.randn(N, K, generator=generator, device="cuda").bfloat16(), 128)
+    x = torch.randn(M, K, generator=generator, device="cuda").to(torch.float8_e4m3fn)
+    options: dict[str, Any] = {"x_scale": torch.full((1,), K**-0.5, device="cuda")}
+    if gated:
+        options["activation"] = "silu_mul"
+    first = ops.int4_linear(x, weight, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = ops.int4_linear(x, weight, **options)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, first)
 
 
 @pytest.mark.gpu

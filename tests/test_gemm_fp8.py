@@ -133,6 +133,7 @@ def test_a_product_added_in_place_has_the_bits_of_product_and_sum(
         pytest.param(3, 272, 1056, None, id="a group and a part"),
         pytest.param(1000, 400, 8192, 1, id="a pair of tiles a block"),
         pytest.param(4000, 272, 4608, 1, id="several, of tiles with edges"),
+        pytest.param(1000, 240, 8192, 1, id="two stages of K"),
         pytest.param(1000, 400, 4096, 2, id="pairs that would leave SMs idle"),
     ],
 )
@@ -164,6 +165,23 @@ def test_gated_codes_are_those_of_the_output(
             "fp8_linear", codes, weight, scale, out_quant="fp8_group256", **options
         )
         assert len(told.kernels) == kernels
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_gated_codes_of_a_part_of_a_weight_one_scale_and_a_chain(device: str) -> None:
+    """A weight of wider rows, one scale for x and one for it, and a launch ahead of its input."""
+    rows = 1000 if device == "cuda" else 20
+    x, wide, _, _ = inputs(rows, 400, 8192, device, torch.bfloat16)
+    weight, scale = wide[:, 16:272], torch.full((1,), 0.02, device=device)
+    codes, x_scale = ops.quantize_fp8(x[:, :256].contiguous(), "tensor")
+    options = {"x_scale": x_scale, "activation": "silu_mul"}
+    made = ops.quantize_fp8(ops.fp8_linear(codes, weight, scale, **options), "group256")
+    for ready in (False, True, True):
+        y, y_scale = ops.fp8_linear(
+            codes, weight, scale, out_quant="fp8_group256", weights_ready=ready, **options
+        )
+        assert torch.equal(y_scale, made[1])
+        assert torch.equal(y.view(torch.uint8), made[0].view(torch.uint8))
 
 
 def test_codes_cannot_be_made_of_codes() -> None:

@@ -262,6 +262,31 @@ def test_many_gated_tokens_reach_the_next_product_as_codes(
     assert product(512, 64).codes_for(product(64, 256), x, "silu_mul") is None
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_logits_through_codes_are_those_of_products_that_quantise_apart(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: str
+):
+    tiny_model.save_llama(tmp_path, intermediate_size=512, initializer_range=0.1)
+    decoder, prompt = load(tmp_path, torch.bfloat16, device, quantization="fp8"), [*range(1, 41)]
+    apart = logits_of(decoder, prompt, torch.bfloat16).float()
+    made = []
+    codes_for = linear.Fp8Linear.codes_for
+
+    def noting(self: linear.Fp8Linear, *given: Any) -> Any:
+        made.append(codes_for(self, *given))
+        return made[-1]
+
+    monkeypatch.setattr(linear, "_ADDED", 0)
+    monkeypatch.setattr(linear, "_GATED_ROWS", len(prompt))
+    monkeypatch.setattr(linear.Fp8Linear, "codes_for", noting)
+    through = logits_of(decoder, prompt, torch.bfloat16).float()
+    assert len(made) == len(decoder.layers)
+    if device == "cpu" or torch.cuda.get_device_capability() == (9, 0):
+        assert all(codes is not None for codes in made)
+        assert not torch.equal(through, apart)
+    assert (through - apart).norm() / apart.norm() < 0.1
+
+
 def test_fp8_products_meet_the_same_codes_whoever_makes_them():
     """Few tokens are normed in the product's call, many in the pass that adds to the residual."""
     generator = torch.Generator().manual_seed(7)
