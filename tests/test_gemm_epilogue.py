@@ -131,3 +131,26 @@ def test_epilogues_of_many_rows(kind: str, M: int, N: int, K: int, dtype: torch.
         out = op(*args, **options, **fused).double()
         error = (out - wanted).abs() - 1.6e-2 * wanted.abs()
         assert error.max() < 2e-2, (activation, has_bias, layout)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("M", "N"), [(300, 65536), (512, 4096)])  # tiles of 256 and 128 columns
+def test_gelu_of_every_bfloat16(M: int, N: int) -> None:
+    """Sums are zero, so that x is the bias: GELU is rounded once, a little from where it is."""
+    K = 640
+    x = torch.randn(M, K, device="cuda").to(FP8)
+    weight = torch.zeros(N, K, device="cuda").to(FP8)
+    patterns = torch.arange(65536, device="cuda", dtype=torch.int32).to(torch.int16)
+    of_columns, of_rows = torch.ones(N, device="cuda"), torch.ones(M, device="cuda")
+    options: dict[str, Any] = {"out_dtype": torch.bfloat16, "activation": "gelu"}
+    for bias in patterns.view(torch.bfloat16).split(N):
+        out = ops.fp8_linear(x, weight, of_columns, bias, x_scale=of_rows, **options)
+        assert torch.equal(out[:1].expand_as(out).view(torch.int16), out.view(torch.int16))
+        wanted = torch.nn.functional.gelu(bias.double())
+        assert torch.equal(out[0].isnan(), wanted.isnan())
+        known = wanted.isfinite()
+        error = (out[0].double() - wanted)[known].abs()
+        near = (2**-8 + 6e-4) * wanted[known].abs() + 1e-38
+        bound = torch.where(bias[known] < -4, torch.tensor(8e-5, device="cuda").double(), near)
+        assert (error <= bound).all()
+        assert torch.equal(out[0][wanted.isinf()].double(), wanted[wanted.isinf()])

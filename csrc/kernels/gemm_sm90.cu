@@ -144,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) produce<Tile>(launch, shared);
     if (threadIdx.x / device::kWarpSize == 1) {
       ptx::wait_for_dependencies();
-      bring_columns<Tile>(launch, shared);
+      bring_columns<Tile, Way>(launch, shared);
     }
     if (Tile::kSplit) {  // as the consumers do
       ptx::cluster_arrive();

@@ -1,4 +1,5 @@
 #pragma once
+#include "device/gelu_short.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "kernels/gemm_sm90_fp8.cuh"
 
@@ -48,8 +49,8 @@ constexpr int kAtOnce = 32, kHalves = kOutColumns / kAtOnce;
 using Values = float[kAtOnce / 8][4];
 
 /// The `index`-th so many columns of the sums, with their terms. Which is not known ahead: the way
-/// of some is code, not that of all.
-template <class Tile, Terms kTerms>
+/// of some is code, not that of all. kFuses: the bias is added by the last product's instruction.
+template <class Tile, Terms kTerms, bool kFuses = false>
 __device__ __forceinline__ void take(Values& values, const Shared<Tile>& shared,
                                      const Sums<Tile>& sums, int index,
                                      const float (&row_scale)[2], const Consumer& me) {
@@ -72,8 +73,10 @@ __device__ __forceinline__ void take(Values& values, const Shared<Tile>& shared,
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const Column& of = columns[i * 8 + j % 2];
-      values[i][j] = __fmul_rn(__fmul_rn(values[i][j], row_scale[j / 2]), of.scale);
-      if (kTerms == Terms::kScalesAndBias) values[i][j] = __fadd_rn(values[i][j], of.bias);
+      const float of_row = __fmul_rn(values[i][j], row_scale[j / 2]);
+      values[i][j] = kFuses ? __fmaf_rn(of_row, of.scale, of.bias) : __fmul_rn(of_row, of.scale);
+      if (kTerms == Terms::kScalesAndBias && !kFuses)
+        values[i][j] = __fadd_rn(values[i][j], of.bias);
     }
 }
 
@@ -191,8 +194,15 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
   for (int index = kFirst; index < kLast; ++index) {
     if (index == count) break;
     Values values;
-    take<Tile, Way::kTerms>(values, shared, sums, index, row_scale, me);
-    gemm_detail::activate<T>(activation, values);
+    take<Tile, Way::kTerms, kTakesHalf<Tile, Way>>(values, shared, sums, index, row_scale, me);
+    if constexpr (kTakesHalf<Tile, Way>) {
+#pragma unroll
+      for (auto& piece : values)
+#pragma unroll
+        for (float& value : piece) value = device::gelu_of_half(value);
+    } else {
+      gemm_detail::activate<T>(activation, values);
+    }
     if (gated) {
       Values ups;
       take<Tile, Way::kTerms>(ups, shared, sums, count + index, row_scale, me);
