@@ -591,6 +591,18 @@ def test_tiles_fill_the_machine(
     assert tuple(int(chosen[name]) for name in ("tile_rows", "tile_cols", "segments")) == tile
 
 
+def test_tiles_of_gates_fill_the_machine() -> None:
+    def cols(M: int, **options: Any) -> str:
+        chosen = plan(M, 28672, 4096, hopper=True, format="fp8_fp8", **options)
+        assert chosen["path"] == "fp8"
+        return chosen["tile_cols"]
+
+    assert [cols(M, activation="silu_mul") for M in (128, 256, 512)] == ["224"] * 3
+    assert cols(4096, activation="silu_mul") == "256"  # as many waves, which hold more
+    assert cols(128) == cols(128, activation="gelu_mul") == "256"
+    assert cols(128, activation="silu_mul", dtype="float16") == "256"
+
+
 def test_small_grids_are_split_and_large_ones_are_not() -> None:
     assert plan(32, 4096, 4096)["split"] == "1"
     assert plan(4096, 4096, 4096, library=False)["split"] == "0"

@@ -22,6 +22,7 @@ SHAPES = [  # M, N, K
     (2000, 4160, 384),  # tiles of 256 rows of expanded weights, two a block
     (1100, 4096, 128),  # one stage; int4 by tiles of 192 rows, two a block
     (2100, 2304, 512),  # 128 columns of 8-bit rows, several tiles a block, a box each where gated
+    (300, 9824, 640),  # tiles of 112 gates, 132 of them; the last of a row tile's have fewer
 ]
 
 KINDS = ["int8", "fp8", "fp8, scales of blocks", "fp8 weight", "int4", "int4 by fp8"]

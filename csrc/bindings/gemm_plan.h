@@ -41,6 +41,8 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                  .batch_invariant = batch_invariant,
                                  .chained = weights_ready,
                                  .normalizes = norm,
+                                 .gates_alone = format == "fp8_fp8" && activation == "silu_mul" &&
+                                                named_dtype(dtype) == DType::kBFloat16,
                                  .sms = checked_int32(sms, "sms")};
   return gemm_config::to_text(gemm_config::choose(shape));
 }

@@ -1,8 +1,8 @@
 #pragma once
 #include "device/ptx/math.cuh"
 
-/// GELU for results that are rounded to bfloat16, of half of x, which costs nothing where x is times
-/// a scale: 8 instructions. GELU is within 5.7e-4 of itself down to -4, where that rounding is within
+/// GELU for results that are rounded to bfloat16, of half of x, which costs nothing where x meets a
+/// scale: 8 instructions. It is within 5.7e-4 of itself down to -4, where that rounding is within
 /// 3.9e-3, and within 8e-5 everywhere.
 namespace ridgeline::device {
 

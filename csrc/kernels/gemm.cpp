@@ -79,6 +79,13 @@ bool takes_groups(const GemmParams& p) {
   return !has_wide_groups(p) || (scaled && plain && p.K > kWideGroup);
 }
 
+/// Whether y is what tiles of gates make, if x is e4m3.
+bool gates_alone(const GemmParams& p) {
+  return p.weight.format == WeightFormat::kFp8 && p.weight.scales_products() && !p.bias &&
+         p.activation == Activation::kSiluMul && p.dtype == DType::kBFloat16 && !p.residual &&
+         !p.x.scale_per_group;
+}
+
 /// Whether rows do not overlap, as cuBLASLt's layouts demand; those of an expanded tensor do.
 bool rows_are_apart(std::int64_t rows, std::int64_t stride, std::int64_t cols) {
   return rows <= 1 || stride >= cols;
@@ -180,6 +187,7 @@ Plan plan_of(const GemmParams& p) {
                     .normalizes = p.x.norm_weight != nullptr && folds_norm(p, Path::kStrips),
                     .makes_codes = p.x.to_codes,
                     .wide_groups = has_wide_groups(p),
+                    .gates_alone = gates_alone(p),
                     .sms = device::multiprocessors()};
   Plan plan{.config = gemm_config::choose(shape)};
   plan.prepares = must_prepare(p, plan.config.path);
@@ -254,13 +262,10 @@ bool gemm_adds(const GemmParams& p) {
 }
 
 bool gemm_makes_groups(const GemmParams& p) {
-  const bool scaled = p.weight.scales_products() && !p.x.scale_per_group && !p.bias;
-  if (p.M == 0 || p.N == 0 || p.activation != Activation::kSiluMul || p.residual || !scaled ||
-      p.dtype != DType::kBFloat16 || p.out_cols() % kWideGroup != 0)
-    return false;
+  if (p.M == 0 || p.N == 0 || !gates_alone(p) || p.out_cols() % kWideGroup != 0) return false;
   const Plan plan = plan_of(p);
-  return p.weight.format == WeightFormat::kFp8 && plan.config.path == Path::kFp8 &&
-         plan.config.tile_cols == 256 && !plan.prepares && pairs_fill_waves(p);
+  return plan.config.path == Path::kFp8 && plan.config.tile_cols > 128 && !plan.prepares &&
+         pairs_fill_waves(p);
 }
 
 void gemm_finish(const GemmParams& params, const void* product, Stream stream) {

@@ -28,6 +28,7 @@ constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the clust
 constexpr int kWideCols = 224;   // weight rows of the cluster kernel's wide tiles
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kCodesCols = 16384;   // columns of a row whose codes the strips kernel makes
+constexpr int kGateCols = 224;   // weight rows of fp8 by fp8's tiles of gates and ups
 constexpr int kTileCols = 128;      // weight rows a block of the tile kernel owns
 constexpr int kWarpsWanted = 1500;  // 11 an SM of 132: with 8 KB each in flight, the bus is full
 // Fewer tiles than this leave SMs idle: K is split over the grid.
@@ -80,6 +81,7 @@ struct Shape {
   bool normalizes;  // x meets its norm in the product's kernel, where that can
   bool makes_codes = false;          // and becomes e4m3 there
   bool wide_groups = false;          // of 256 columns of x have scales
+  bool gates_alone = false;  // silu_mul to bfloat16 of fp8 rows with a scale each, and nothing else
   std::int32_t sms = kBlocksWanted;  // of the GPU
 };
 

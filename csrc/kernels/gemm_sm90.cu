@@ -190,8 +190,8 @@ void launch_tiles(const GemmParams& p, int segments, Stream stream) {
                                     : device::matrix_map(weight, Tile::kCols / 2, kRowBytes, true);
   launch.y = Tile::kMakesCodes
                  ? device::matrix_map({p.y, 1, p.M, out_cols, out_cols}, 16, kCodeColumns, false)
-                 : device::matrix_map({p.y, 2, p.M, out_cols, out_cols, p.dtype}, 16, kOutColumns,
-                                      true);
+                 : device::matrix_map({p.y, 2, p.M, out_cols, out_cols, p.dtype}, 16,
+                                      Tile::kOfGates ? kGates112 : kOutColumns, !Tile::kOfGates);
   launch.copies_residual = !Tile::kSplit && is_mappable(residual_of(p));
   if (launch.copies_residual)
     launch.residual = device::matrix_map(residual_of(p), kRows, kOutColumns, true);
@@ -234,6 +234,12 @@ void launch_fp8(const GemmParams& p, const gemm_config::Config& config, Stream s
       if (p.y_scale) return launch.template operator()<Groups::kOfY>();
       if (p.x.scale_per_group && p.x.scale_group == kWideGroup)
         return launch.template operator()<Groups::kOfX>();
+      if (config.tile_cols == gemm_config::kGateCols) {
+        using Gates = KnownWay<Activation::kSiluMul, false, Terms::kScales>;
+        constexpr int kCols = gemm_config::kGateCols;
+        return launch_tiles<Tile<T, std::uint8_t, kCols, Groups::kNone, false>, Gates>(p, 1,
+                                                                                      stream);
+      }
     }
     if (p.weight.format == WeightFormat::kInt8)
       return launch_tile_of<T, std::int8_t, Groups::kNone>(p, config, stream);

@@ -26,25 +26,27 @@ enum class Groups : std::uint8_t {
   kOfY,     // 256 of y, which is e4m3: those of two tiles side by side
 };
 
-/// Of kCols weight rows: 256, or 128 where tiles are few. E: std::uint8_t, which stands for e4m3,
-/// of which 128 rows are multiplied at a time and added to float32 sums every kAddEvery stages,
-/// times their columns' scales. Or std::int8_t: exact sums, all of them on the tensor cores.
+/// Of kCols weight rows: 256, 224 of gates and their ups, or 128 where tiles are few. E:
+/// std::uint8_t, which stands for e4m3, of which 128 or 112 rows are multiplied at a time and added
+/// to float32 sums every kAddEvery stages, times their columns' scales. Or std::int8_t: exact sums,
+/// all of them on the tensor cores.
 /// kSplit: the blocks of a cluster share a tile's columns of K.
 template <class T_, class E_, int kCols_, Groups kGroups_, bool kSplit_>
 struct Tile {
   using T = T_;
   static constexpr bool kInt8 = std::is_same_v<E_, std::int8_t>;
   static constexpr int kCols = kCols_;
-  static constexpr int kPartCols = kInt8 ? kCols : kScaleBlock;
+  static constexpr bool kOfGates = kCols == gemm_config::kGateCols;
+  static constexpr int kPartCols = kInt8 ? kCols : kOfGates ? kCols / 2 : kScaleBlock;
   static constexpr int kParts = kCols / kPartCols;
-  static constexpr int kStages = kCols == 256 ? 4 : 6;
+  static constexpr int kStages = kCols > 128 ? 4 : 6;
   static constexpr int kChunks = kCols / kChunk;  // of a warpgroup's sums
   static constexpr Groups kGroups = kGroups_;
   static constexpr bool kBlocks = kGroups == Groups::kBlocks;
   static constexpr bool kMakesCodes = kGroups == Groups::kOfY;
   static constexpr int kAddEvery = kBlocks ? 1 : 2;
   static constexpr bool kSplit = kSplit_;
-  static constexpr bool kHasKnown = !kInt8 && kCols == 256;  // kernels for a way to y each, ...
+  static constexpr bool kHasKnown = !kInt8 && kCols > 128;  // kernels for a way to y each, ...
   static constexpr bool kOverlaps = kHasKnown && !kBlocks;  // ... beside the next tile's products
 };
 

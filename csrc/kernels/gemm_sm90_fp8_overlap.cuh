@@ -1,5 +1,5 @@
 #pragma once
-#include "kernels/gemm_sm90_fp8_store.cuh"
+#include "kernels/gemm_sm90_fp8_gates.cuh"
 
 /// Products of the fp8 by fp8 kernel beside which the sums of the tile before go to y.
 namespace ridgeline::gemm_fp8 {
@@ -155,6 +155,11 @@ __device__ __forceinline__ void consume_overlapped(const Launch& launch, Shared<
     if constexpr (kResidual) take_residual<Tile>(residual, shared, ring, here());
     ptx::mbarrier_wait(&shared.columns_full, parity);
     const auto store = [&](auto half) {
+      if constexpr (Tile::kOfGates) {
+        constexpr int kBehind = kGateBoxes / 2;
+        return store_gates<Tile, Way, half * kBehind, half == 0 ? kBehind : kGateBoxes>(
+            launch, shared, place, sums, here());
+      }
       store_boxes<Tile, Way, half * kCount / 2, (half + 1) * kCount / 2>(
           launch, shared, ring, place, sums, residual, here());
     };

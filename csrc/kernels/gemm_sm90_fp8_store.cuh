@@ -50,13 +50,13 @@ using Values = float[kAtOnce / 8][4];
 
 /// The `index`-th so many columns of the sums, with their terms. Which is not known ahead: the way
 /// of some is code, not that of all. kFuses: the bias is added by the last product's instruction.
-template <class Tile, Terms kTerms, bool kFuses = false>
-__device__ __forceinline__ void take(Values& values, const Shared<Tile>& shared,
+template <class Tile, Terms kTerms, bool kFuses = false, int kPieces>
+__device__ __forceinline__ void take(float (&values)[kPieces][4], const Shared<Tile>& shared,
                                      const Sums<Tile>& sums, int index,
                                      const float (&row_scale)[2], const Consumer& me) {
-  constexpr int kPieces = kAtOnce / 8, kPerPart = Tile::kPartCols / 8;
+  constexpr int kPerPart = Tile::kPartCols / 8;
 #pragma unroll
-  for (int from = 0; from < Tile::kCols / kAtOnce; ++from) {
+  for (int from = 0; from < Tile::kCols / 8 / kPieces; ++from) {
     if (from != index) continue;
 #pragma unroll
     for (int i = 0; i < kPieces; ++i)
@@ -67,7 +67,7 @@ __device__ __forceinline__ void take(Values& values, const Shared<Tile>& shared,
       }
   }
   if (kTerms == Terms::kNone) return;
-  const Column* columns = shared.columns + index * kAtOnce + me.in_quad * 2;
+  const Column* columns = shared.columns + index * kPieces * 8 + me.in_quad * 2;
 #pragma unroll
   for (int i = 0; i < kPieces; ++i)
 #pragma unroll

@@ -30,7 +30,8 @@ struct TileTime {
   std::int32_t rows, cols;
   double step, ends, add;
 };
-constexpr TileTime kFp8Tiles[] = {{128, 256, 0.66, 4.0, 0.0}, {128, 128, 0.34, 3.0, 6.0}};
+constexpr TileTime kFp8Tiles[] = {
+    {128, 256, 0.66, 4.0, 0.0}, {128, kGateCols, 0.61, 4.0, 0.0}, {128, 128, 0.34, 3.0, 6.0}};
 constexpr TileTime kExpandToFp8Tiles[] = {{256, 128, 0.8, 4.5, 9.5}, {128, 128, 0.54, 3.3, 6.0}};
 constexpr TileTime kExpandTiles[] = {{256, 128, 0.62, 3.8, 6.0},
                                      {192, 128, 0.47, 3.6, 5.0},
@@ -48,6 +49,7 @@ constexpr double cut_for_fp8(const Shape& shape, Config& config) {
   double best = 0.0;
   for (const TileTime& tile : kFp8Tiles) {
     if (shape.wide_groups && tile.cols != 256) continue;
+    if (tile.cols == kGateCols && !shape.gates_alone) continue;
     const std::int32_t most = tile.add == 0.0 ? 1 : std::min(steps, kMaxSegments);
     const std::int64_t tiles = tiles_of(shape, tile.rows, tile.cols);
     for (std::int32_t segments = 1; segments <= most; ++segments) {
