@@ -333,7 +333,8 @@ def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
         (32, 5120, 5120, "cluster"),
         (33, 5120, 5120, "library"),  # 92 tiles, one an SM
         (64, 1024, 1024, "cluster"),
-        (9, 1023, 4096, "library"),
+        (9, 1023, 4096, "cluster"),
+        (64, 64, 2048, "cluster"),  # a router's
         (64, 128256, 4096, "cluster"),
         (65, 28672, 4096, "cluster"),
         (128, 4096, 14336, "cluster"),
@@ -363,7 +364,11 @@ def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -
         (18944, 3584, "fp8_fp8", False, 8),
         (28672, 4096, "fp8_fp8", False, 1),
         (28672, 4096, "int8", False, 1),
-        (1024, 4096, "dense", False, 1),
+        (1024, 4096, "dense", False, 4),  # narrow
+        (1032, 4096, "dense", False, 1),
+        (512, 2048, "dense", False, 8),
+        (1024, 2048, "dense", False, 4),
+        (1024, 14336, "dense", False, 0),
     ],
 )
 def test_rows_that_strips_take(N: int, K: int, format: str, norm: bool, most: int) -> None:
@@ -377,8 +382,8 @@ def test_rows_that_strips_take(N: int, K: int, format: str, norm: bool, most: in
 def test_a_norm_goes_where_it_is_folded() -> None:
     paths = [plan(M, 5120, 5120, hopper=True, norm=True)["path"] for M in (4, 5, 32, 33)]
     assert paths == ["strips", "cluster", "cluster", "library"]
-    narrow = [plan(M, 1016, 5120, hopper=True, norm=True)["path"] for M in (8, 16, 17)]
-    assert narrow == ["strips", "cluster", "library"]
+    narrow = [plan(M, 1016, 5120, hopper=True, norm=True)["path"] for M in (4, 5, 17)]
+    assert narrow == ["strips", "cluster", "cluster"]
 
 
 def test_gated_products_of_few_rows_are_fused() -> None:

@@ -53,15 +53,21 @@ constexpr std::int32_t digits_rows(const Shape& shape) {
 /// bf16, 2 rows of 4096 x 4096 10.1 and 9.2, 14336 x 4096 29.1 and 27.7, but of 4096 x 28672 53.3
 /// and 54.8; a layer, 2, 4 and 8 rows, 109.2 and 106.3 so, 111.7 and 107.4, 114.0 and 109.7.
 ///
-/// Where tiles fill the SMs badly strips keep 8: fp8 by fp8 of 3584 x 18944 18.6 and 20.4; and of
-/// dense weights of few rows, which were not timed.
+/// Where tiles fill the SMs badly strips keep 8: fp8 by fp8 of 3584 x 18944 18.6 and 20.4. A narrow
+/// bf16 weight leaves most SMs idle either way, and strips end sooner: 4 and 8 rows of 2048 x 64 2.6,
+/// 3.2 and 3.5, of 4096 x 256 4.0, 4.9 and 5.1, of 2048 x 1024 2.9, 3.8 and 3.8, chained 2.4, 3.6
+/// and 3.1; but of much K, which the cluster kernel cuts, 8 rows of 7168 x 256 7.6 and 6.1, 1 and 4
+/// of 14336 x 1024 10.2, 11.7 and 9.4, 11.0.
 constexpr std::int32_t strips_rows(const Shape& shape) {
   constexpr std::int32_t kLeastCols = 3072, kMostCols = 8192, kWide = 4;
   const std::int32_t strips = strips_per_sm(shape);
   const std::int32_t one = shape.chained || shape.normalizes || shape.makes_codes ? 1 : 0;
   const bool dense = shape.format == WeightFormat::kDense;
-  const bool narrow = dense && shape.N < kNarrow;
-  if (narrow || (strips > kWide && is_crowded(shape))) return kStripsRows;
+  if (dense && shape.N <= kNarrow) {
+    if (shape.K > kMostCols) return 0;
+    return shape.N < kNarrow && shape.K < kLeastCols ? kStripsRows : kStripsRows / 2;
+  }
+  if (strips > kWide && is_crowded(shape)) return kStripsRows;
   if (shape.byte_x) return (strips == 2 || strips == 3) && shape.K < kMostCols ? one : 1;
   if (strips == 2 && shape.K >= kLeastCols) return one;
   if (dense && strips <= kWide && !shape.normalizes) return 1;
