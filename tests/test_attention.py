@@ -252,6 +252,28 @@ def test_heads_of_64_before_more_than_1024_keys(block: int, options: dict) -> No
     assert same((out, lse), contiguous)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [72, 128])  # of 128 columns, some of them padded
+def test_full_attention_before_many_keys(dim: int) -> None:
+    """Tiles of 192 queries and 80 keys, with rows of no sequence and of no warpgroup."""
+    q_lens, k_lens = [385, 0, 100, 577], [2300, 40, 81, 1]
+    cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0).tolist() for lens in (q_lens, k_lens))
+    q = normal("cuda", cu_q[-1], HEADS, dim)
+    k, v = (normal("cuda", cu_k[-1], KV_HEADS, dim, seed=s) for s in (1, 2))
+    out, lse = ops.attention_varlen(
+        q, k, v, ints("cuda", cu_q), ints("cuda", cu_k), 577, 2300, causal=False, return_lse=True
+    )
+    for b in (0, 2, 3):
+        rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+        exact = reference.one_sequence(
+            q[rows].double(), k[keys].double(), v[keys].double(), causal=False
+        )
+        rounded, _ = reference.one_sequence(q[rows], k[keys], v[keys], causal=False)
+        bound = competitor_bound(rounded, exact[0], torch.bfloat16)
+        assert_close(out[rows], exact[0], bound, f"out of sequence {b}")
+        assert_close(lse[:, rows], exact[1], 1e-4, f"lse of sequence {b}")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_merged_halves_equal_the_whole(device: str) -> None:
     q = normal(device, 1, 40, HEADS, DIM, dtype=torch.float32)

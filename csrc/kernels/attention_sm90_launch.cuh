@@ -16,9 +16,10 @@ constexpr std::int64_t kCacheBytes = 32 << 20;  // of the L2 cache, for keys and
 constexpr int kSequences = device::kWarpSize;   // side by side at most: one a lane of Order
 
 /// Whose works run side by side: as many as the L2 cache holds the keys and values of. Equal works
-/// have no tail to fear, and then two works an SM are enough: more would first ask memory for all
-/// keys at once and later for none. H200, full, 1024 keys, head size 128: 504 TFLOP/s with as many
-/// as fit, 524 with two.
+/// have no tail to fear, and then two works an SM are enough, or four of 192 queries: more would
+/// first ask memory for all keys at once and later for none. H200, full, 1024 keys, head size 128:
+/// 504 TFLOP/s with as many as fit, 524 with two; 192 queries, 2k, 4k, 8k and 16k keys, us with two
+/// and with four: 528, 981, 1898, 3708 and 515, 966, 1877, 3687.
 template <class Tile>
 void set_order(const AttentionParams& p, Launch& launch) {
   const std::int64_t keys = p.cu_k ? ceil_div<std::int64_t>(p.total_k, p.batch) : p.max_k;
@@ -27,7 +28,8 @@ void set_order(const AttentionParams& p, Launch& launch) {
   std::int64_t pairs = std::max<std::int64_t>(kCacheBytes / bytes, 1);
   if (!p.causal) {
     const std::int64_t works = group * ceil_div(p.max_q, Tile::kQueries);
-    pairs = std::min(pairs, ceil_div<std::int64_t>(2 * device::multiprocessors(), works));
+    const std::int64_t together = (Tile::kQueries > 128 ? 4 : 2) * device::multiprocessors();
+    pairs = std::min(pairs, ceil_div(together, works));
   }
   const std::int64_t batches = p.cu_q ? kSequences : ceil_div<std::int64_t>(pairs, p.kv_heads);
   launch.batches_together =
