@@ -233,12 +233,13 @@ def test_few_queries_have_the_bits_of_a_prompt(dim: int, heads: int, options: di
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("longest", [1500, 8200])  # 64 keys a tile, 112
 @pytest.mark.parametrize(
     "options", [{}, {"window": 300}, {"causal": False, "softcap": 20.0}], ids=["", "window", "full"]
 )
-def test_heads_of_64_before_more_than_1024_keys(block: int, options: dict) -> None:
-    """Tiles of 192 queries and 112 keys: some warpgroups have no rows or see fewer keys."""
-    lengths, q_lens = [1500, 1100, 1025], [1500, 385, 100]
+def test_heads_of_64_before_many_keys(block: int, longest: int, options: dict) -> None:
+    """Tiles of 256 and of 192 queries: some warpgroups have no rows or see fewer keys."""
+    lengths, q_lens = [longest, 1100, 1025], [1500, 833, 577]
     paged = Paged("cuda", lengths, block, math.nan)
     cu_q = torch.tensor([0, *q_lens]).cumsum(0).tolist()
     q = normal("cuda", cu_q[-1], HEADS, DIM)
@@ -246,7 +247,7 @@ def test_heads_of_64_before_more_than_1024_keys(block: int, options: dict) -> No
     paged.check(q, cu_q, (out, lse), **options)
     cu_k = ints("cuda", [0, *torch.tensor(lengths).cumsum(0).tolist()])
     contiguous = ops.attention_varlen(
-        q, torch.cat(paged.k), torch.cat(paged.v), ints("cuda", cu_q), cu_k, 1500, 1500,
+        q, torch.cat(paged.k), torch.cat(paged.v), ints("cuda", cu_q), cu_k, 1500, longest,
         return_lse=True, **options,
     )  # fmt: skip
     assert same((out, lse), contiguous)

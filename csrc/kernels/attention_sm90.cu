@@ -7,10 +7,14 @@ using namespace attention_sm90;
 
 // ---- Launch -------------------------------------------------------------------------------------
 
-/// Keys, up to which 128 queries a tile of head size 64 beat 192. H200, 16k tokens, 32 heads, us by
-/// 128 and by 192: full, 1k keys 353 and 394, 1.5k 494 and 457, 2k 698 and 665, 3k 967 and 863, 4k
-/// 1359 and 1231; causal, 1k 219 and 253, 1.5k 296 and 283, 2k 393 and 381, 4k 720 and 679.
-constexpr int kShort = 1024;
+/// Whether of head size 64 256 queries a tile, before 64 keys, beat 192 before 112. H200, 16k tokens,
+/// 32 heads, us by 128 before 128, by 192 and by 256: causal, 512 keys 144, 157 and 128, 1k 227, 242,
+/// 204, 2k 389, 368, 353, 4k 712, 649, 650, 8k 1364, 1180, 1245; full, 512 187, 205, 175, 1k 363, 391,
+/// 342, 1.5k 500, 463, 462, 4k 1355, 1205, 1282. Most prompts are shorter than a block table is wide.
+bool is_short(const AttentionParams& p) {
+  if (!p.causal) return p.max_k <= 1536;
+  return p.max_k <= (p.block_tables == nullptr ? 4096 : 8192);
+}
 
 /// Whether each query sees all of so many contiguous keys that 192 of head size 128 beat 128. H200,
 /// 16k tokens, 16 heads, us by 128 and by 192: 1.5k keys 388 and 370, 2k 526 and 510, 3k 730 and 670,
@@ -34,8 +38,10 @@ void prefill_sm90(const AttentionParams& p, Stream stream) {
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     // One tile for every length where a row's bits must not depend on the rest.
-    if (p.head_dim <= 64 && (p.max_k <= kShort || p.batch_invariant)) {
+    if (p.head_dim <= 64 && p.batch_invariant) {
       launch_tiles<Tile<T, 64, 2, config::prefill_keys(64), 2, 8>>(p, stream);
+    } else if (p.head_dim <= 64 && is_short(p)) {
+      launch_tiles<Tile<T, 64, 4, 64, 2, 16>>(p, stream);
     } else if (p.head_dim <= 64) {
       launch_tiles<Tile<T, 64, 3, 112, 2, 8>>(p, stream);
     } else if (p.head_dim <= 128 && sees_many(p) && !p.batch_invariant) {

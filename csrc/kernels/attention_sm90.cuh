@@ -18,7 +18,7 @@ struct Tile {
   /// values then, and the producers are one ahead.
   static constexpr int kWorkSlots = kQuerySlots + 3;
   static constexpr int kSlots = kSlots_;  // of the ring of keys and values
-  /// Two warpgroups take turns; of three, each runs as it can and passes over tiles it cannot see.
+  /// Two warpgroups take turns; of more, each runs as it can and passes over tiles it cannot see.
   static constexpr bool kTurns = kConsumers == 2;
   static constexpr int kColumns = kRowBytes / sizeof(T);  // of a part
   static constexpr int kParts = kSize / kColumns;
@@ -27,7 +27,7 @@ struct Tile {
   static constexpr int kProducerThreads = kWarpgroup;
   /// All who read works, and those who bring them.
   static constexpr int kWorkThreads = kConsumerThreads + kProducerThreads;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : kConsumers == 3 ? 160 : 112;
   static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
 };
 

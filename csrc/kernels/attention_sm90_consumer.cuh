@@ -64,7 +64,8 @@ struct Consumer {
            .whole_end = end / Tile::kKeys,
            .skip = 0};
     if constexpr (!Tile::kTurns) {
-      now.skip = now.tile - max(ceil_div(latest.end, Tile::kKeys) - 1, now.first_tile);
+      const int seen = first > last ? 0 : ceil_div(latest.end, Tile::kKeys);  // tiles
+      now.skip = now.tile - max(seen - 1, now.first_tile);
       now.tile -= now.skip;
     }
     queries.next();

@@ -6,7 +6,7 @@
 /// Prefill in fp8 on Hopper: the tile, its shared memory, and the warps that turn values.
 namespace ridgeline::attention_sm90 {
 
-constexpr int kTurned = 10;  // named barrier of the warps that turn values
+constexpr int kTurned = 11;  // named barrier of the warps that turn values
 
 /// Queries, keys and values are e4m3 codes; a head of fewer columns is padded with zeros by the
 /// copy engine. Three warpgroups fill each other's gaps better than two: H200, causal, 16k keys,

@@ -7,7 +7,7 @@ namespace ridgeline::attention_sm90 {
 
 /// Prefill on Hopper. Grid: at most one block an SM. A block takes tiles of queries of one head, or
 /// packed ones of all heads before one segment of the keys, from the queue and walks the keys each
-/// sees, the last first. Four warps bring tiles by the copy engine; two or three warpgroups of 64
+/// sees, the last first. Four warps bring tiles by the copy engine; two to four warpgroups of 64
 /// queries each multiply, accumulating in fp32.
 ///
 /// Roofline: 4 * head_dim flops a visible pair, on the tensor cores; with short sequences, and many
