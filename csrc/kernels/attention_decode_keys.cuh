@@ -7,12 +7,6 @@
 /// fill an MMA: scores^T [16 keys, 8] = K Q^T. A warp scores its own keys of a tile.
 namespace ridgeline::attention_decode {
 
-/// Two consecutive elements of q, of type bf16 or fp16, as floats.
-__device__ __forceinline__ float2 unpack(std::uint32_t pair, DType dtype) {
-  if (dtype == DType::kBFloat16) return __bfloat1622float2(device::as_pair<__nv_bfloat16>(pair));
-  return __half22float2(device::as_pair<__half>(pair));
-}
-
 __device__ __forceinline__ int exponent_of(float x) {
   return static_cast<int>(__float_as_uint(x) >> 23) & 0xff;
 }
@@ -42,6 +36,7 @@ struct KeyWarp {
   std::uint32_t queries[Tile::kSize / 16][kTiles][2];
   float query_unit[kTiles][2];  // what products are multiplied with
   float key_bias[kTiles][2];  // what products begin with (kBiased)
+  std::uint32_t key_scales, value_scales;  // number, as an element, of a scale of key 0 (quantised)
 
   // ---- Queries ----------------------------------------------------------------------------------
 
@@ -87,26 +82,25 @@ struct KeyWarp {
     for (int c = 0; c < 2; ++c) key_bias[j][c] = products[c];
   }
 
-  /// Divides each row by a power of two: fp16 then holds all of it but what is 2^-24 of its
+  /// Divides each row of bf16 by a power of two: fp16 then holds all of it but what is 2^-24 of its
   /// largest.
   __device__ __forceinline__ void normalise_queries(int j) {
-    float largest = 0.0f;
+    if (p.dtype != DType::kBFloat16) return;
+    std::uint32_t largest = 0;  // exponents of both halves of the words, in their places
 #pragma unroll
     for (int i = 0; i < Tile::kSize / 16; ++i)
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float2 pair = unpack(queries[i][j][h], p.dtype);
-        largest = fmaxf(largest, fmaxf(fabsf(pair.x), fabsf(pair.y)));
-      }
-    largest = device::warp_reduce<device::MaxOrNaN, device::kQuad>(largest);
-    const int exponent = min(max(exponent_of(largest), 1), 253);
+      for (int h = 0; h < 2; ++h) largest = __vmaxu2(largest, queries[i][j][h] & 0x7f807f80u);
+    largest = device::group_max(max(largest >> 23, largest >> 7 & 0xffu), device::kQuad);
+    const int exponent = min(max(static_cast<int>(largest), 1), 253);
     const float factor = power_of_two(254 - exponent);
 #pragma unroll
     for (int i = 0; i < Tile::kSize / 16; ++i)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 pair = unpack(queries[i][j][h], p.dtype);
-        queries[i][j][h] = attention_tile::pack<T>(pair.x * factor, pair.y * factor);
+        const std::uint32_t pair = queries[i][j][h];
+        queries[i][j][h] = attention_tile::pack<T>(__uint_as_float(pair << 16) * factor,
+                                                   __uint_as_float(pair & 0xffff0000u) * factor);
       }
 #pragma unroll
     for (int c = 0; c < 2; ++c)
@@ -120,6 +114,14 @@ struct KeyWarp {
     const config::KeyRange last = config::visible_keys(p, sequence, sequence.q_len - 1);
     live = {.begin = first.begin, .end = item.keys.end};
     whole = {.begin = last.begin, .end = config::lesser(first.end, live.end)};
+    if constexpr (Tile::kQuantised) {
+      const auto first_of = [&](const void* scales, std::int64_t stride_head) {
+        return static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(scales) / 2) +
+               item.work.kv_head * static_cast<std::uint32_t>(stride_head);
+      };
+      key_scales = first_of(p.k_scale, p.stride_ks_head);
+      value_scales = first_of(p.v_scale, p.stride_vs_head);
+    }
   }
   __device__ __forceinline__ void begin(const Item& item, int place) {
     see(item);
@@ -211,12 +213,9 @@ struct KeyWarp {
 
   /// The scale in the aligned word of key n, which its number tells the half of: rows of a block
   /// begin at an even element. 0 outside the live keys.
-  __device__ __forceinline__ float scale_of(std::uint32_t word, const void* scales,
-                                            std::int64_t stride_row, std::int64_t stride_head,
-                                            const Item& item, int n) const {
-    const auto start = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(scales) / 2) +
-                       item.work.kv_head * static_cast<std::uint32_t>(stride_head);
-    const std::uint32_t element = start + n * static_cast<std::uint32_t>(stride_row);
+  __device__ __forceinline__ float scale_of(std::uint32_t word, std::uint32_t first,
+                                            std::int64_t stride_row, int n) const {
+    const std::uint32_t element = first + n * static_cast<std::uint32_t>(stride_row);
     const std::uint32_t bits = element % 2 == 0 ? word << 16 : word & 0xffff0000u;
     return n >= live.begin && n < live.end ? __uint_as_float(bits) : 0.0f;
   }
@@ -234,8 +233,7 @@ struct KeyWarp {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int i = row + g + 8 * h;
-          scale[h] = scale_of(shared.scales[stage][i], p.k_scale, p.stride_ks_row,
-                              p.stride_ks_head, item, n + i);
+          scale[h] = scale_of(shared.scales[stage][i], key_scales, p.stride_ks_row, n + i);
         }
       }
       multiply_keys(shared.stages[stage], row, scores[s]);

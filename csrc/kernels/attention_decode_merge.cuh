@@ -48,7 +48,7 @@ __device__ __forceinline__ void gather(const Item& item, WarpState<Tile>& warp,
       ptx::mbarrier_wait(&shared.full[values], place.ring.parity);
       lacking.add_value(values, n);
       if (!warp.all_live(n)) warp.clear_unused_values(values, n);
-      warp.weigh(item, values, n, place.buffer, scores, is_first,
+      warp.weigh(values, n, place.buffer, scores, is_first,
                  !Tile::kQuantised && n + Tile::kKeys >= end);
       free_stage(keys);
       if (place.held >= 0) free_stage(place.held);
@@ -106,6 +106,23 @@ __device__ __forceinline__ void store_element(const AttentionParams& p, void* ro
   }
 }
 
+/// Both elements of float4 number `unit` of a row.
+template <class Tile>
+__device__ __forceinline__ void store_elements(const AttentionParams& p, void* row, int unit,
+                                               float first, float second) {
+  if constexpr (Tile::kQuantised) {  // side by side
+    const int column = column_of<Tile>(unit, 0);
+    const std::uint32_t pair = p.dtype == DType::kBFloat16
+                                   ? attention_tile::pack<__nv_bfloat16>(first, second)
+                                   : attention_tile::pack<__half>(first, second);
+    if (column < p.head_dim)
+      *reinterpret_cast<std::uint32_t*>(static_cast<std::uint16_t*>(row) + column) = pair;
+  } else {
+    store_element<Tile>(p, row, column_of<Tile>(unit, 0), first);
+    store_element<Tile>(p, row, column_of<Tile>(unit, 1), second);
+  }
+}
+
 /// The four elements of unit `unit` of a pair of rows.
 template <class Tile>
 __device__ __forceinline__ void store_unit(const Launch& launch, const Work& work, int row,
@@ -115,9 +132,7 @@ __device__ __forceinline__ void store_unit(const Launch& launch, const Work& wor
   for (int r = 0; r < 2; ++r) {
     void* out = ends_of_row(launch, work, row + r).out;
     if (out == nullptr) break;
-#pragma unroll
-    for (int h = 0; h < 2; ++h)
-      store_element<Tile>(launch.attention, out, column_of<Tile>(unit, h), values[r][h]);
+    store_elements<Tile>(launch.attention, out, unit, values[r][0], values[r][1]);
   }
 }
 
@@ -138,11 +153,9 @@ __device__ __forceinline__ void store_rows(const Launch& launch, const Item& ite
       if (warp.warp == 0 && warp.g == 0) *ends.lse = end.lse;
 #pragma unroll
       for (int i = 0; i < Tile::kSums; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          store_element<Tile>(launch.attention, ends.out,
-                              column_of<Tile>(8 * (warp.warp * Tile::kSums + i) + warp.g, h),
-                              warp.sums[i][j][c + 2 * h] * end.factor);
+        store_elements<Tile>(launch.attention, ends.out,
+                             8 * (warp.warp * Tile::kSums + i) + warp.g,
+                             warp.sums[i][j][c] * end.factor, warp.sums[i][j][c + 2] * end.factor);
     }
   }
 }

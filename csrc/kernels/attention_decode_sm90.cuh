@@ -61,9 +61,10 @@ struct Tile {
   static constexpr int kNearLevels = kLevels > 0 && kSize <= 128 ? 2 : 0;  // in registers
   // Keys of a leaf of a short sequence, at most: alone, each is a block's. H200, bf16, one sequence
   // of 384 keys: 6.7 us in one leaf, 4.9 in leaves of 128, 4.2 of 64; but 128 of them 51.6 in those
-  // of 128 and 52.9 of 64. fp8, 128 sequences of 512 keys: 46.5 in one leaf, 50.6 of 128.
+  // of 128 and 52.9 of 64. fp8 in leaves of 256 and of 128: one of 160 keys 6.6, 5.35, of 512 7.0,
+  // 5.6; but 128 of 160 28.4, 29.7, of 500 47.2, 48.2.
   static constexpr int kShortLeaf =
-      kLevels == 0 ? config::kDecodeWhole : kQuantised ? 256 : config::kKeyTile;
+      kLevels == 0 ? config::kDecodeWhole : kQuantised ? 128 : config::kKeyTile;
   // Where a sequence has at most 8 rows, they wait in shared memory; the pitch keeps them apart by
   // 4 banks.
   static constexpr bool kSharesQueries = kQueryTiles == 1 && kSize <= 128;

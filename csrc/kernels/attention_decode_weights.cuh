@@ -40,16 +40,15 @@ struct WeightWarp : KeyWarp<Tile> {
 
   /// The scales of this thread's values (quantised).
   using ValueScales = float[kSteps][2];
-  __device__ __forceinline__ void load_value_scales(const Item& item, int stage, int n,
-                                                    ValueScales& scales) const {
+  __device__ __forceinline__ void load_value_scales(int stage, int n, ValueScales& scales) const {
     if constexpr (Tile::kQuantised) {
 #pragma unroll
       for (int s = 0; s < kSteps; ++s)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int i = row_of_step(s) + g + 8 * h;
-          scales[s][h] = scale_of(shared.scales[stage][i], p.v_scale, p.stride_vs_row,
-                                  p.stride_vs_head, item, n + i);
+          scales[s][h] =
+              scale_of(shared.scales[stage][i], Base::value_scales, p.stride_vs_row, n + i);
         }
     }
   }
@@ -231,10 +230,10 @@ struct WeightWarp : KeyWarp<Tile> {
   }
 
   /// Leaves the weights of the tile whose first key is n in shared memory; all warps meet.
-  __device__ __forceinline__ void weigh(const Item& item, int stage, int n, int buffer,
-                                        const Scores& scores, bool begins_leaf, bool ends_leaf) {
+  __device__ __forceinline__ void weigh(int stage, int n, int buffer, const Scores& scores,
+                                        bool begins_leaf, bool ends_leaf) {
     ValueScales scales;
-    load_value_scales(item, stage, n, scales);
+    load_value_scales(stage, n, scales);
     Totals totals;
     if (!begins_leaf) {  // bases are there already, and mostly high enough
       const Bases mine = bases();
