@@ -300,7 +300,10 @@ def plan(
         (256, {"hopper": True, "format": "int4"}, "cluster"),
         (257, {"hopper": True, "format": "int4"}, "expand"),
         (65, {"hopper": True, "format": "int4", "dtype": "float16"}, "expand"),
-        (65, {"hopper": True, "format": "fp8"}, "expand"),
+        (65, {"hopper": True, "format": "fp8"}, "cluster"),
+        (65, {"hopper": True, "format": "fp8", "activation": "silu_mul"}, "expand"),
+        (65, {"hopper": True, "format": "fp8", "dtype": "float16"}, "expand"),
+        (257, {"hopper": True, "format": "fp8"}, "expand"),
         (65, {"hopper": True, "format": "fp8_fp8"}, "cluster"),
         (65, {"hopper": True, "format": "fp8_fp8", "activation": "silu_mul"}, "fp8"),
         (256, {"hopper": True, "format": "fp8_fp8"}, "cluster"),
@@ -570,18 +573,20 @@ def test_tiles_of_a_cluster_by_rows(
 @pytest.mark.parametrize(
     ("M", "N", "K", "format", "tile"),
     [
-        (128, 4096, 4096, "fp8_fp8", (0, 64, 1)),  # the cluster kernel's, of 64 rows
-        (192, 4096, 4096, "fp8_fp8", (0, 128, 1)),
-        (128, 2048, 2048, "fp8_fp8", (0, 64, 2)),
+        (128, 4096, 4096, "fp8_fp8", (64, 64, 1)),  # the cluster kernel's, of 64 rows
+        (192, 4096, 4096, "fp8_fp8", (64, 128, 1)),
+        (128, 2048, 2048, "fp8_fp8", (64, 64, 2)),
         (128, 8192, 28672, "fp8_fp8", (128, 128, 2)),
         (192, 4096, 14336, "fp8_fp8", (128, 128, 2)),
         (128, 4096, 14336, "fp8", (128, 128, 4)),
+        (104, 4096, 4096, "fp8", (128, 64, 2)),  # of up to 128 rows
+        (105, 4096, 4096, "fp8", (64, 64, 1)),
         (128, 6144, 4096, "fp8", (128, 128, 2)),
-        (128, 6144, 4096, "int4", (0, 128, 1)),
-        (128, 4096, 4096, "int4", (0, 64, 1)),
+        (128, 6144, 4096, "int4", (64, 128, 1)),
+        (128, 4096, 4096, "int4", (64, 64, 1)),
         (128, 28672, 4096, "fp8_fp8", (128, 256, 1)),
         (512, 4096, 4096, "fp8_fp8", (128, 128, 1)),
-        (128, 256, 128, "fp8_fp8", (0, 128, 1)),
+        (128, 256, 128, "fp8_fp8", (64, 128, 1)),
         (256, 28672, 4096, "int4", (256, 128, 1)),
         (192, 28672, 4096, "int4", (192, 128, 1)),
         (192, 4096, 14336, "int4", (192, 128, 4)),

@@ -97,6 +97,51 @@ def test_shared_tiles(M: int, N: int, K: int, expected: str, zero_point: bool, g
         assert torch.equal(out, first)
 
 
+# Rows of bfloat16 by fp8, more than few, and who multiplies them.
+EXPANDED_FP8 = [
+    (65, 2048, 2048, "cluster"),
+    (128, 4096, 4096, "cluster"),
+    (100, 4088, 4112, "cluster"),  # last tile and last stage are not whole
+    (128, 6144, 4096, "cluster"),  # a tile of 128 weight rows
+    (250, 2048, 2048, "cluster"),  # rows of the last tile are multiplied twice
+    (128, 4096, 14336, "segments"),
+]
+
+
+@pytest.mark.parametrize(("M", "N", "K", "expected"), EXPANDED_FP8)
+def test_who_multiplies_expanded_fp8(M: int, N: int, K: int, expected: str) -> None:
+    assert who(plan(M, N, K, "fp8")) == expected
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("chained", [False, True], ids=["alone", "chained"])
+@pytest.mark.parametrize("epilogue", ["plain", "gelu", "residual"])
+@pytest.mark.parametrize(("M", "N", "K"), [shape[:3] for shape in EXPANDED_FP8])
+def test_expanded_fp8(M: int, N: int, K: int, epilogue: str, chained: bool) -> None:
+    """More than few rows of bfloat16 by fp8, against float64: nothing but y is rounded."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    weight, scale = ops.quantize_fp8(normal(N, K) * K**-0.5)
+    x, bias, residual = normal(M, K), normal(N), normal(M, N)
+    epilogues: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "gelu": {"bias": bias, "activation": "gelu"},
+        "residual": {"bias": bias, "residual": residual},
+    }
+    out = ops.fp8_linear(x, weight, scale.view(-1), weights_ready=chained, **epilogues[epilogue])
+    wanted = x.double() @ weight.double().T * scale.double().view(1, -1)
+    if epilogue != "plain":
+        wanted += bias.double()
+    if epilogue == "gelu":
+        wanted = F.gelu(wanted)
+    if epilogue == "residual":
+        wanted += residual.double()
+    assert (out.double() - wanted).norm() < 3e-3 * wanted.norm()
+
+
 # Rows of fp8 by int4, and who multiplies them: the cluster kernel, where its tiles are few; tiles
 # of 128 rows, or of 256.
 CODES = [

@@ -4,6 +4,7 @@
 #include "device/dequant.cuh"
 #include "device/ptx/warpgroup.cuh"
 #include "device/ptx/wgmma_few.cuh"
+#include "device/ptx/wgmma_registers.cuh"
 #include "device/ptx/wgmma_shared.cuh"
 #include "kernels/gemm_cluster_int4.cuh"
 #include "kernels/gemm_epilogue.cuh"
@@ -61,8 +62,13 @@ struct Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      ptx::WgmmaFew<kOctets * 8, E>::registers(into, a[step], b + step * kStep,
-                                               accumulate || step != 0);
+      if constexpr (kOctets * 8 == kManyTokens) {
+        ptx::WgmmaRegisters<kManyTokens, E, ptx::Contiguous::kInner>::mma(into, a[step],
+                                                                          b + step * kStep);
+      } else {
+        ptx::WgmmaFew<kOctets * 8, E>::registers(into, a[step], b + step * kStep,
+                                                 accumulate || step != 0);
+      }
     ptx::wgmma_commit();
   }
 

@@ -25,6 +25,9 @@ using namespace gemm_cluster;
 /// The kernel of so few rows of x meets them with a norm, by further warps.
 constexpr int kNormTokens = gemm_config::kNormRows;
 
+/// Blocks of an SM: sums of 128 rows of x and the operands of an expanded weight are one's.
+template <WeightFormat kFormat, int kTokens>
+constexpr int kBlocks = kTokens == kManyTokens && kFormat != WeightFormat::kDense ? 1 : 2;
 template <int kTokens>
 constexpr int kBlockThreads = kThreads + (kTokens == kNormTokens ? (kNormWarps - 1) * 32 : 0);
 
@@ -36,11 +39,10 @@ __host__ __device__ constexpr int octets_of_turns(const ClusterParams& params) {
 
 /// What a block receives that finishes so many rows: sums, and squares of a norm.
 template <int kTokens>
-__host__ __device__ constexpr int received_bytes(const ClusterParams& params, int segments,
-                                                 int rows) {
+__host__ __device__ constexpr int received_bytes(const ClusterParams& p, int segments, int rows) {
   constexpr int kSquares = kTokens == kNormTokens ? kNormTokens * 4 : 0;
-  if (params.by_turns) return bytes_of_turns(octets_of_turns<kTokens>(params)) + kSquares;
-  return (segments - 1) * (rows * params.row_groups * kGroupRows * 4 + kSquares);
+  if (p.by_turns) return bytes_of_turns(octets_of_turns<kTokens>(p)) + kSquares;
+  return (segments - 1) * (rows * p.row_groups * kGroupRows * 4 + kSquares);
 }
 
 /// Stages of the weight that L2 is asked for by blocks that have an SM each ...
@@ -62,7 +64,7 @@ constexpr int kReleased = 3;
 /// begin with, in place of the one that requests x.
 /// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
 template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
-__global__ void __launch_bounds__(kBlockThreads<kTokens>, 2)
+__global__ void __launch_bounds__(kBlockThreads<kTokens>, kBlocks<kFormat, kTokens>)
     cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Layout = StageLayout<kFormat, kFp8X, kTokens>;
@@ -196,13 +198,13 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                           ceil_div(params.steps, segments) <= kFewStages;
   const bool is_long = kFormat == WeightFormat::kDense
                            ? !few_stages
-                           : kTokens == 64 && !kFp8X && kFormat != WeightFormat::kInt8;
+                           : kTokens >= 64 && !kFp8X && kFormat != WeightFormat::kInt8;
   // Behind a kernel of few blocks they would stack by twos on the SMs that it leaves free. H200, 32
   // rows of int4 behind a norm of 32 blocks, us: 4096 x 6144 14.8 and 9.9, 4096 x 4096 9.3 and 7.3;
   // where this kernel follows itself 6.7 and, without blocks of the next one beside it, 8.3.
   const bool one_each = tiles <= gemm_config::kClusters[segments - 1];
   // Sums of 128 rows and those of a neighbour do not fit half of it.
-  const bool shares = !one_each && (kTokens < kManyTokens || segments == 1);
+  const bool shares = !one_each && (kTokens < kManyTokens || segments < kBlocks<kFormat, kTokens>);
   params.shared_bytes = shares            ? gemm_config::kShareOfSm
                         : is_long         ? 2 * gemm_config::kShareOfSm
                         : p.weights_ready ? gemm_config::kShareOfStrips
@@ -331,6 +333,9 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
   if (p.M <= 32) return launch_format<T, 32>(p, config, stream);
   if (p.weight.format == WeightFormat::kDense && p.M > gemm_config::kFewRows)
     return launch<T, T, WeightFormat::kDense, false, kManyTokens>(p, config, stream);
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    if (config.tile_rows == kManyTokens)
+      return launch<T, T, WeightFormat::kFp8, false, kManyTokens>(p, config, stream);
   launch_format<T, 64>(p, config, stream);
 }
 

@@ -53,9 +53,9 @@ constexpr bool is_for_hopper_tiles(const Shape& shape) {
 /// 20.8, 21.4, 21.2 and 18.8, 19.7, 20.5; but 5120 x 5120 16.1, 16.2, 16.5 and 14.7, 16.1, 18.5,
 /// 4096 x 5120 13.5, 13.7, 14.0 and 12.0, 13.3, 15.8. A gated product spares a second kernel: 4096
 /// x 28672 67.0, 67.5, 70.1 and 59.2, 60.2, 62.7. A norm that it folds is a kernel of its own ahead
-/// of cuBLASLt. Narrow weights, 16 and 64 rows: 2048 x 64 4.7, 5.4 and 3.5, 3.8, 2048 x 512 5.8, 5.8
-/// and 3.7, 3.9, 4096 x 256 7.1, 7.4 and 5.2, 5.6, 7168 x 256 7.5, 7.8 and 6.2, 6.3, 14336 x 1024
-/// 13.0, 13.6 and 10.6, 11.6.
+/// of cuBLASLt. Narrow weights, 16 and 64 rows: 2048 x 64 4.7, 5.4 and 3.5, 3.8, 2048 x 512 5.8,
+/// 5.8 and 3.7, 3.9, 4096 x 256 7.1, 7.4 and 5.2, 5.6, 7168 x 256 7.5, 7.8 and 6.2, 6.3, 14336 x
+/// 1024 13.0, 13.6 and 10.6, 11.6.
 constexpr bool cluster_beats_library(const Shape& shape) {
   const bool folds =
       shape.normalizes && shape.M <= kNormRows && shape.dtype == DType::kBFloat16;

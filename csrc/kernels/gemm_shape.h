@@ -23,6 +23,7 @@ constexpr int kHeldBlocks = 4;    // ... blocks of a cluster, each with kOnceMos
 constexpr int kHeldStages = 4;    // ... stages of a warp's ring ...
 constexpr int kHeldStageBytes = 2144;
 constexpr int kHeldBytes = 156 * 1024;  // ... and shared memory, besides parts of sums
+constexpr int kTallRows = 128;      // of x, in a tall tile of the cluster kernel
 constexpr int kNormRows = 16;       // of x that the cluster kernel folds a norm of
 constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
 constexpr int kWideCols = 224;   // weight rows of the cluster kernel's wide tiles

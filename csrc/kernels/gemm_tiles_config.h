@@ -191,10 +191,12 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
 /// or two of them one. A weight goes to the tensor cores twice as often as with rows of 128, but
 /// such a kernel starts and ends sooner. Of int4 in units of kExpandTiles, of which kernels take 6%
 /// and 0.8 us more; those of an e4m3 x in units of kExpandToFp8Tiles: it is taken as it is. Of 8
-/// bits by 8 in units of kFp8Tiles.
+/// bits by 8 in units of kFp8Tiles. fp8 by 16 bits, 128 rows at a time, too, of which up to 104
+/// leave room for two stages more; in units of kExpandTiles, of which kernels take 22% more.
 struct ClusterTile {
   std::int32_t cols, blocks;  // of a tile, of an SM
   double step, ends, add;
+  std::int32_t rows = kFewRows, most = 1 << 20;  // of x, in a tile and in all
 };
 constexpr ClusterTile kClusterTiles[] = {
     {128, 1, 0.378, 2.1, 1.6}, {112, 1, 0.378, 2.1, 1.6}, {64, 1, 0.218, 2.1, 0.3}};
@@ -204,6 +206,12 @@ constexpr ClusterTile kClusterCodesTiles[] = {{128, 1, 0.414, 3.2, 1.3},
                                               {64, 2, 0.386, 3.2, 0.1}};
 constexpr ClusterTile kClusterFp8Tiles[] = {{128, 1, 0.27, 2.3, 2.5}, {64, 1, 0.15, 3.1, 0.1}};
 constexpr ClusterTile kClusterInt8Tiles[] = {{64, 1, 0.23, 2.6, 0.1}};
+constexpr ClusterTile kClusterExpandedFp8Tiles[] = {{64, 1, 0.28, 1.2, 1.3, kFewRows, 256},
+                                                    {64, 2, 0.48, 1.2, 1.3, kFewRows, 256},
+                                                    {64, 1, 0.32, 2.2, 1.6, kTallRows, 104},
+                                                    {64, 1, 0.41, 2.6, 2.0, kTallRows, 128},
+                                                    {128, 1, 0.68, 2.5, 1.8, kTallRows, 128},
+                                                    {112, 1, 0.68, 2.5, 1.8, kTallRows, 128}};
 
 /// Whether such rows may be the cluster kernel's: whole groups, and no gates of 8 bits, which gain
 /// nothing by it.
@@ -211,7 +219,7 @@ constexpr bool may_be_for_cluster(const Shape& shape) {
   const bool gated = is_gated(shape.activation);
   if (shape.format == WeightFormat::kInt8) return !gated;
   if (shape.format == WeightFormat::kFp8)
-    return !gated && shape.codes_x && shape.scales_products;
+    return !gated && (shape.codes_x || shape.bfloat_x) && shape.scales_products;
   const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
   return shape.format == WeightFormat::kInt4 && shape.dtype == DType::kBFloat16 && whole &&
          shape.N % kStripRows == 0 && !(shape.byte_x && (gated || !shape.codes_x));
@@ -226,17 +234,19 @@ constexpr bool may_be_for_cluster(const Shape& shape) {
 /// so, chained: 4096 x 4096 by 72 to 128 rows 12.3, 8.7, by 192 12.6, 11.6; 4096 x 6144 by 128
 /// 12.8, 12.1; 14336 x 4096 by 128 24.1, 21.6, 8192 x 8192 25.5, 24.0, 5120 x 5120 15.3, 13.6; 2048
 /// x 2048 7.4, 4.6; int8 4096 x 4096 by 128 11.7, 9.9, 2048 x 2048 7.0, 4.4, but 14336 x 4096 23.1,
-/// 28.2.
+/// 28.2. fp8 by bf16, expanded tiles and so: 4096 x 4096 by 96 16.2, 11.2, by 128 16.3, 12.4, by
+/// 256 22.0, 20.8; 4096 x 6144 by 96 21.7, 15.7, by 128 21.7, 18.3; 14336 x 4096 by 96 32.5, 26.8,
+/// by 128 the same; 8192 x 8192 by 128 36.0, 31.2; 2048 x 2048 by 128 11.5, 5.9.
 constexpr void cut_rows_for_cluster(const Shape& shape, double time, Config& config) {
   constexpr std::int32_t kColumns = 640, kMostSegments = 4;
   if (!may_be_for_cluster(shape)) return;
   const bool gated = is_gated(shape.activation), int4 = shape.format == WeightFormat::kInt4;
   const auto consider = [&](const ClusterTile& tile) {
     const std::int32_t box = gated ? tile.cols / 2 : tile.cols;
-    if (int4 && box % kStripRows != 0) return;
+    if ((int4 && box % kStripRows != 0) || shape.M > tile.most) return;
     const auto& at_once = tile.blocks == 1 ? kClusters : kSmallClusters;
-    const std::int64_t tiles = ceil_div<std::int64_t>(shape.M, kFewRows) *
-                               ceil_div(gated ? shape.N / 2 : shape.N, box);
+    const std::int64_t tiles =
+        ceil_div<std::int64_t>(shape.M, tile.rows) * ceil_div(gated ? shape.N / 2 : shape.N, box);
     for (std::int32_t segments = 1; segments <= kMostSegments; ++segments) {
       if (tiles > at_once[segments - 1] || (segments > 1 && segments * kColumns > shape.K)) break;
       const std::int32_t steps = ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);
@@ -246,13 +256,15 @@ constexpr void cut_rows_for_cluster(const Shape& shape, double time, Config& con
       config = {.path = Path::kCluster,
                 .segments = segments,
                 .split = false,
-                .tile_rows = 0,
+                .tile_rows = tile.rows,
                 .tile_cols = tile.cols,
                 .fused = true};
     }
   };
   if (shape.format == WeightFormat::kInt8) {
     for (const ClusterTile& tile : kClusterInt8Tiles) consider(tile);
+  } else if (!int4 && !shape.byte_x) {
+    for (const ClusterTile& tile : kClusterExpandedFp8Tiles) consider(tile);
   } else if (!int4) {
     for (const ClusterTile& tile : kClusterFp8Tiles) consider(tile);
   } else if (shape.byte_x) {
