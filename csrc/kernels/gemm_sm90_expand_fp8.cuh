@@ -172,20 +172,28 @@ __device__ __forceinline__ void multiply_many_rows(Shared<Tile>& shared, Ring<Ti
   const auto add = [&](int half) {
     add_products<Tile, kHalf>(sums, products, weights, half * kHalf);
   };
-  const auto multiply_both = [&] {  // the second's products are under way then
+  const auto begin = [&] {
     multiply(0);
     ptx::wgmma_wait<0>();
+  };
+  const auto go_on = [&] {  // the second's products are under way then
     add(0);
     multiply(1);
   };
   const auto release = [&](int stage) {
     if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
   };
+  // The loop's end is where a stage's weights are expanded, or its first products are there. H200,
+  // us, the former and so: 4096 rows of 4096 x 4096 134 and 126, even shares of 512 rows of 4096 x
+  // 28672 128 and 118; but segments of 512 rows of 14336 x 4096 62.0 and 63.7.
+  constexpr bool kEndsWithProducts = Tile::kWhole;
   ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
   weights.take<Tile>(shared, ring.stage, at);
+  if (kEndsWithProducts) begin();
 #pragma unroll 1
   for (int k = 1; k < work.steps; ++k) {
-    multiply_both();
+    if (!kEndsWithProducts) begin();
+    go_on();
     const int s = ring.stage;
     ring.next();
     ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
@@ -193,8 +201,10 @@ __device__ __forceinline__ void multiply_many_rows(Shared<Tile>& shared, Ring<Ti
     release(s);
     add(1);
     weights.take<Tile>(shared, ring.stage, at);
+    if (kEndsWithProducts) begin();
   }
-  multiply_both();
+  if (!kEndsWithProducts) begin();
+  go_on();
   ptx::wgmma_wait<0>();
   release(ring.stage);
   ring.next();
