@@ -21,6 +21,7 @@ SHARED = [
     (384, 6144, 4096, "tail"),  # tiles of 192 rows
     (500, 6144, 4096, "tail"),  # tiles of 256 rows
     (500, 18944, 3584, "even"),
+    (120, 18944, 3584, "even"),  # tiles of 128 rows
     (65, 2048, 2048, "cluster"),
     (128, 4096, 2048, "cluster"),
     (128, 4096, 14336, "cluster"),
@@ -160,6 +161,7 @@ CODES = [
     (500, 4096, 14336, "segments"),  # two
     (500, 6144, 4096, "tail"),
     (1000, 6144, 4096, "even"),
+    (120, 18944, 3584, "even"),  # tiles of 128 rows
     (1000, 4096, 2048, "whole"),
     (2100, 8192, 384, "whole"),  # several tiles a block
 ]

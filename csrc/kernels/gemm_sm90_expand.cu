@@ -275,7 +275,7 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void
         return launch_tiles<Wide, KnownWay<Activation::kNone>>(p, config, parts, stream);
     return launch_tiles<Wide>(p, config, parts, stream);
   }
-  launch_tiles<Tile<T, kFormat, kBlocks, 128, 1, true>>(p, config, parts, stream);
+  launch_tiles<Tile<T, kFormat, kBlocks, 128, 1, true, false, kTails>>(p, config, parts, stream);
 }
 
 }  // namespace
@@ -293,7 +293,8 @@ void launch_expand(const GemmParams& p, const gemm_config::Config& config, void*
           return launch_large<Tile<T, kInt4, false, 256, 1, false, true, true>>(p, config, parts,
                                                                                 stream);
       }
-      launch_tiles<Tile<T, kInt4, false, 128, 1, true, true>>(p, config, parts, stream);
+      constexpr bool kTails = std::is_same_v<T, __nv_bfloat16>;
+      launch_tiles<Tile<T, kInt4, false, 128, 1, true, true, kTails>>(p, config, parts, stream);
     } else if (p.weight.format == WeightFormat::kInt4) {
       launch_tile_of<T, WeightFormat::kInt4, false>(p, config, parts, stream);
     } else if (p.weight.scale_layout == ScaleLayout::kBlock) {

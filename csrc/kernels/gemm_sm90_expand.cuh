@@ -22,8 +22,8 @@ constexpr int kBoxes = 4;       // ... of which a warpgroup has so many
 /// half as often, 192 by 128 leave fewer rows empty, 128 by 256 suit fewer rows, 128 by 128 make
 /// tiles where those are few. kBlocks: fp8 weights with scales of 128 x 128. kCuts: several blocks
 /// may multiply a tile; of 256 rows they always do, for which there are no registers otherwise.
-/// kTails: of 256 rows, too, some may take tails of others' tiles, or all even shares. kFp8X: x is
-/// e4m3, and int4 becomes that.
+/// kTails: of 256 rows, too, some may take tails of others' tiles, or of either, all even shares.
+/// kFp8X: x is e4m3, and int4 becomes that.
 template <class T_, WeightFormat kFormat_, bool kBlocks_, int kRows_, int kBands_, bool kCuts_,
           bool kFp8X_ = false, bool kTails_ = false>
 struct Tile {

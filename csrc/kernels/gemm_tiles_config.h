@@ -32,7 +32,7 @@ struct TileTime {
 };
 constexpr TileTime kFp8Tiles[] = {
     {128, 256, 0.66, 4.0, 0.0}, {128, kGateCols, 0.61, 4.0, 0.0}, {128, 128, 0.34, 3.0, 6.0}};
-constexpr TileTime kExpandToFp8Tiles[] = {{256, 128, 0.8, 4.5, 9.5}, {128, 128, 0.54, 3.3, 6.0}};
+constexpr TileTime kExpandToFp8Tiles[] = {{256, 128, 0.75, 4.5, 9.5}, {128, 128, 0.54, 3.3, 6.0}};
 constexpr TileTime kExpandTiles[] = {{256, 128, 0.62, 3.8, 6.0},
                                      {192, 128, 0.47, 3.6, 5.0},
                                      {128, 256, 0.65, 3.3, 0.0},
@@ -78,7 +78,7 @@ constexpr std::int64_t tail_blocks(std::int64_t tiles) {
 /// take the last stages of three; or all multiply as many stages. They wait for each other, so each
 /// has an SM: on a GPU of fewer there are fewer of them. Returns that time.
 constexpr double cut_for_expand(const Shape& shape, Config& config) {
-  constexpr double kTailAdds = 1.5, kEvenAdds = 13.0, kLeastGain = 1.05;
+  constexpr double kTailAdds = 1.5, kLeastGain = 1.01;
   const bool to_fp8 = config.path == Path::kExpandToFp8;
   const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
   const std::int32_t at_once = std::min<std::int32_t>(shape.sms, kBlocksWanted);
@@ -104,16 +104,17 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
     for (const std::int32_t segments : {2, 4})
       if (tiles * segments <= at_once && segments <= steps)
         consider(tile, tile.step * ceil_div(steps, segments) + tile.ends + tile.add, segments, 0);
-    if (tile.rows == 256 ? shape.format != WeightFormat::kInt4 : to_fp8) return;
+    const bool int4 = shape.format == WeightFormat::kInt4;
+    if (tile.rows == 256 && !int4) return;
     const double leaves = tile.rows == 256 ? 3.8 : 2.7;  // a tail's sums
     const auto tail = static_cast<std::int32_t>((steps - kTailsOfBlock * leaves / tile.step) /
                                                 (kTailsOfBlock + 1));
-    if (tail > 0 && tiles + tail_blocks(tiles) <= at_once)
+    if (tail > 0 && tiles + tail_blocks(tiles) <= at_once && (tile.rows == 256 || !to_fp8))
       consider(tile, tile.step * (steps - tail) + tile.ends + kTailAdds, 1, tail);
     const double waves = static_cast<double>(tiles) / at_once;
-    if (tile.rows == 256 && waves > 1.0)
-      consider(tile, kLeastGain * (waves * (tile.step * steps + tile.ends) + kEvenAdds), 1, 0,
-               true);
+    const double adds = tile.rows == 256 ? 11.0 : 8.0;  // tails and heads
+    if (int4 && full && tile.rows != 192 && waves > 1.0)
+      consider(tile, kLeastGain * (waves * (tile.step * steps + tile.ends) + adds), 1, 0, true);
   };
   if (to_fp8) {
     for (const TileTime& tile : kExpandToFp8Tiles) consider_tile(tile);
