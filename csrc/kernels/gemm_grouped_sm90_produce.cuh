@@ -147,6 +147,9 @@ __device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared)
   const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
   const bool gated = is_gated(p.activation), fp8 = Tile::kFormat == WeightFormat::kFp8;
   auto& planned = shared.planned;
+  // Biases and scales are read through L1, which may have older ones until those ahead are done. x
+  // is not there before, either.
+  if (Tile::kStartsEarly && launch.gathered) ptx::wait_for_dependencies();
   int turn = 0;
   const auto hand_over = [&](const Item& item) {
     if (lane == 0) planned.items[turn % 2] = item;
