@@ -111,6 +111,17 @@ def test_rows_are_gathered_while_others_are_multiplied(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
+@pytest.mark.parametrize("share", [1, 2])  # of the rows: in order by a warp of each block, or ahead
+@pytest.mark.parametrize("K", [1152, 384, 128])  # a tile has more stages than a ring, or fewer
+def test_tiles_of_a_block_follow_each_other(K: int, share: int, kind: str, gated: bool) -> None:
+    """Several tiles a block, of one to four pieces of 64 rows, found while others are brought."""
+    counts = [513, 0, 700, 257, 1, 330, 65, 511, 192, 140, 385]
+    check(kind, [count // share for count in counts], 2112, K, gated, "cuda")
+
+
+@pytest.mark.gpu
 def test_gathered_rows_follow_what_the_kernel_ahead_writes() -> None:
     """The product starts while its rows are put in order: by then their choice has to be there."""
     experts, tokens, K, N, turns = 8, 32, 512, 1024, 6

@@ -135,23 +135,30 @@ __device__ __forceinline__ void gather(const Launch& launch, Shared<Tile>& share
   }
 }
 
-/// By the thread that requests the rows of an item.
+/// Whether an item's rows are in order; then they are seen, by the copy engine, too.
 template <class Tile>
-__device__ __forceinline__ void wait_for_rows(const Launch& launch, Shared<Tile>& shared,
-                                              const Item& item) {
+__device__ __forceinline__ bool are_rows_there(const Launch& launch, Shared<Tile>& shared,
+                                               const Item& item) {
   const std::int32_t offset = tables_of(launch, shared).offsets[item.expert];
   const unsigned* ready = ready_units(launch, item.expert, offset, item.row0 - offset);
   const unsigned whole = kPieceRows * launch.gather.parts;
   const int last = ceil_div(item.rows, kPieceRows) - 1;
-  unsigned least;
-  do {
-    least = whole;
+  unsigned least = whole;
 #pragma unroll
-    for (int i = 0; i < ceil_div(Tile::kRows, kPieceRows); ++i)
-      least = min(least, ptx::load_from_l2(ready + min(i, last)));
-  } while (least < whole);
+  for (int i = 0; i < ceil_div(Tile::kRows, kPieceRows); ++i)
+    least = min(least, ptx::load_from_l2(ready + min(i, last)));
+  if (least < whole) return false;
   ptx::fence_device();  // what was counted is seen, ...
   ptx::fence_copies();  // ... by the copy engine, too
+  return true;
+}
+
+/// By the thread that requests the rows of an item.
+template <class Tile>
+__device__ __forceinline__ void wait_for_rows(const Launch& launch, Shared<Tile>& shared,
+                                              const Item& item) {
+  while (!are_rows_there<Tile>(launch, shared, item)) {
+  }
 }
 
 }  // namespace ridgeline::gemm_grouped

@@ -58,13 +58,36 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
 template <class Tile, bool kWeight, bool kX>
 __device__ __forceinline__ void request_all(const Launch& launch, Shared<Tile>& shared) {
   Ring ring{.stages = launch.stages, .parity = 1};  // the first wait on a fresh barrier passes
-  for_each_item<false>(launch, shared, Plan{}, [&](const Item& item) {
-    if (kX && Tile::kInOrder && launch.gather.claims) wait_for_rows<Tile>(launch, shared, item);
-    for (int k = 0; k < launch.steps; ++k, ring.next()) {
-      ptx::mbarrier_wait(&shared.free[ring.stage], ring.parity);
-      request<Tile, kWeight, kX>(launch, shared, item, k, ring.stage);
+  const auto request_step = [&](const Item& item, int k) {
+    ptx::mbarrier_wait(&shared.free[ring.stage], ring.parity);
+    request<Tile, kWeight, kX>(launch, shared, item, k, ring.stage);
+    ring.next();
+  };
+  const bool gathers = kX && Tile::kInOrder && launch.gather.claims;
+  if constexpr (!Tile::kFindsAhead) {
+    for_each_item<false>(launch, shared, Plan{}, [&](const Item& item) {
+      if (gathers) wait_for_rows<Tile>(launch, shared, item);
+      for (int k = 0; k < launch.steps; ++k) request_step(item, k);
+    });
+    return;
+  }
+  // Once the ring is full: then there is nothing to request.
+  const int full = min(launch.stages, launch.steps) - 1;
+  int index = static_cast<int>(blockIdx.x);
+  Item item = item_at<Tile>(launch, shared, index);
+  bool ready = false;
+  while (item.rows > 0) {
+    if (gathers && !ready) wait_for_rows<Tile>(launch, shared, item);
+    Item next{};
+    for (int k = 0; k < launch.steps; ++k) {
+      request_step(item, k);
+      if (k != full) continue;
+      index += static_cast<int>(gridDim.x);
+      next = item_at<Tile>(launch, shared, index);
+      ready = gathers && next.rows > 0 && are_rows_there<Tile>(launch, shared, next);
     }
-  });
+    item = next;
+  }
 }
 
 /// The same where rows of x may be out of order: warps, by turns, request stages and copy rows.

@@ -110,9 +110,62 @@ __device__ __forceinline__ Plan plan_first(const Launch& launch) {
 
 constexpr int kTablesBarrier = 8, kConsumersBarrier = 9;  // behind those of the warpgroups
 
-/// Calls fn(item) for each tile of this block. Tiles of an expert follow each other; up to
-/// kTogether of its row tiles walk its weight side by side. Its rows are dealt evenly. kPlanned:
-/// `at` is the first tile's, and the tables may not be there yet.
+/// Tile `index` of an expert's, or of those of `at`. Tiles of an expert follow each other; up to
+/// kTogether of its row tiles walk its weight side by side. Its rows are dealt evenly.
+template <class Tile>
+__device__ __forceinline__ Item item_of(const Launch& launch, const Plan& at, int index) {
+  const int tiles = at.end - at.start, in_expert = index - at.start * launch.columns;
+  const int rows = at.last - at.first;
+  Place place{0, in_expert};
+  int each = rows;
+  if (tiles > 1) {
+    place = place_of({.along_m = tiles, .along_n = launch.columns, .together = kTogether},
+                     in_expert);
+    each = ceil_div(rows, tiles);
+  }
+  int first = place.m * each;
+  if constexpr (Tile::kInOrder) {
+    // Pieces are multiplied whole. Which tiles have one more changes from column to column: a
+    // block that takes every 132nd tile would have them all, or none.
+    const int pieces = ceil_div(rows, kPieceRows), rest = pieces % tiles;
+    const int turn = place.n % tiles;
+    const auto more = [&](int t) {  // that tiles ahead of `t` have
+      return t < tiles ? min(t, rest) : rest + min(t - tiles, rest);
+    };
+    const int before = more(turn + place.m) - more(turn);
+    each = pieces / tiles;
+    first = (place.m * each + before) * kPieceRows;
+    each = (each + more(turn + place.m + 1) - more(turn) - before) * kPieceRows;
+  }
+  return {.expert = at.expert,
+          .row0 = at.first + first,
+          .rows = min(each, rows - first),
+          .column = place.n};
+}
+
+/// The expert of tile `index`, by the tables; false past the last.
+template <class Tile>
+__device__ __forceinline__ bool find(Plan& at, const Launch& launch, Shared<Tile>& shared,
+                                     int index) {
+  const Tables tables = tables_of(launch, shared);
+  at.tiles = tables.starts[launch.grouped.experts];
+  if (index >= at.tiles * launch.columns) return false;
+  const int e = tables.expert_of(launch.grouped.experts, index / launch.columns);
+  at.expert = Tile::kInOrder && launch.ordered ? order_of(launch, shared)[e] : e;
+  at.start = tables.starts[e], at.end = tables.starts[e + 1];
+  at.first = tables.offsets[at.expert], at.last = tables.offsets[at.expert + 1];
+  return true;
+}
+
+/// Tile `index` of all; without rows past the last.
+template <class Tile>
+__device__ __forceinline__ Item item_at(const Launch& launch, Shared<Tile>& shared, int index) {
+  Plan at{};
+  return find(at, launch, shared, index) ? item_of<Tile>(launch, at, index) : Item{};
+}
+
+/// Calls fn(item) for each tile of this block. kPlanned: `at` is the first tile's, and the tables
+/// may not be there yet.
 template <bool kPlanned, class Tile, class Fn>
 __device__ __forceinline__ void for_each_item(const Launch& launch, Shared<Tile>& shared, Plan at,
                                               Fn&& fn) {
@@ -120,43 +173,11 @@ __device__ __forceinline__ void for_each_item(const Launch& launch, Shared<Tile>
   for (int i = static_cast<int>(blockIdx.x);; i += step) {
     if (!kPlanned || i >= step) {
       if (kPlanned && i < 2 * step) ptx::named_barrier_sync(kTablesBarrier, Tile::kThreads);
-      const Tables tables = tables_of(launch, shared);
-      at.tiles = tables.starts[launch.grouped.experts];
-      if (i >= at.tiles * launch.columns) return;
-      const int e = tables.expert_of(launch.grouped.experts, i / launch.columns);
-      at.expert = Tile::kInOrder && launch.ordered ? order_of(launch, shared)[e] : e;
-      at.start = tables.starts[e], at.end = tables.starts[e + 1];
-      at.first = tables.offsets[at.expert], at.last = tables.offsets[at.expert + 1];
+      if (!find(at, launch, shared, i)) return;
     } else if (i >= at.tiles * launch.columns) {
       return;
     }
-    const int tiles = at.end - at.start, in_expert = i - at.start * launch.columns;
-    const int rows = at.last - at.first;
-    Place place{0, in_expert};
-    int each = rows;
-    if (tiles > 1) {
-      place = place_of({.along_m = tiles, .along_n = launch.columns, .together = kTogether},
-                       in_expert);
-      each = ceil_div(rows, tiles);
-    }
-    int first = place.m * each;
-    if constexpr (Tile::kInOrder) {
-      // Pieces are multiplied whole. Which tiles have one more changes from column to column: a
-      // block that takes every 132nd tile would have them all, or none.
-      const int pieces = ceil_div(rows, kPieceRows), rest = pieces % tiles;
-      const int turn = place.n % tiles;
-      const auto more = [&](int t) {  // that tiles ahead of `t` have
-        return t < tiles ? min(t, rest) : rest + min(t - tiles, rest);
-      };
-      const int before = more(turn + place.m) - more(turn);
-      each = pieces / tiles;
-      first = (place.m * each + before) * kPieceRows;
-      each = (each + more(turn + place.m + 1) - more(turn) - before) * kPieceRows;
-    }
-    fn(Item{.expert = at.expert,
-            .row0 = at.first + first,
-            .rows = min(each, rows - first),
-            .column = place.n});
+    fn(item_of<Tile>(launch, at, i));
   }
 }
 
