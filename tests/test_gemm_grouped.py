@@ -121,6 +121,31 @@ def test_tiles_of_a_block_follow_each_other(K: int, share: int, kind: str, gated
     check(kind, [count // share for count in counts], 2112, K, gated, "cuda")
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("counts", [[1, 0, 1, 1, 0, 1], [1, 0, 2, 1, 0, 0]])
+@pytest.mark.parametrize("K", [2048, 1152])
+def test_one_token_of_int4_experts(K: int, counts: list[int], device: str) -> None:
+    """Its row of x is all rows, and stays where it is unless an expert has it twice. A value that
+    is not finite is in each row."""
+    N, M = 288, sum(counts)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(len(counts) * N, K, generator=generator) / K**0.5
+    x = torch.randn(1, K, generator=generator).to(device, torch.bfloat16)
+    packed = ops.pack_int4(weight.to(device, torch.bfloat16))
+    of_experts = ops.Int4Experts.from_rows(packed, len(counts))
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+    rows = torch.zeros(M, device=device, dtype=torch.int32)
+    dense = packed.dequantize().float().view(len(counts), N, K)
+    chosen = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    out = ops.grouped_int4_linear(x, of_experts, offsets, rows=rows)
+    torch.testing.assert_close(out.float(), (dense[chosen] @ x[0].float()), rtol=2e-2, atol=2e-2)
+    x[0, K - 1] = torch.inf
+    out = ops.grouped_int4_linear(x, of_experts, offsets, rows=rows)
+    of_last = dense[chosen, :, K - 1]
+    assert torch.equal(out.float().isnan(), of_last == 0)
+    assert torch.equal(out[of_last != 0].float().sign(), of_last[of_last != 0].sign())
+
+
 @pytest.mark.gpu
 def test_gathered_rows_follow_what_the_kernel_ahead_writes() -> None:
     """The product starts while its rows are put in order: by then their choice has to be there."""

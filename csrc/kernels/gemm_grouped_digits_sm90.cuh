@@ -17,6 +17,7 @@ struct GroupedDigitsParams {
   DigitsParams digits;  // its M: rows of x that shared memory has room for; its chunks: of x
   StripLaunch launch;
   device::Divisor by_x_chunks;
+  std::int32_t early;        // all rows of x are staged ahead of the weights
   std::int32_t strip_bytes;  // of the weight
   std::int32_t groups;       // of a chunk, whose scales and zero points are scale_bytes
   std::int32_t scale_bytes;
@@ -97,12 +98,14 @@ __device__ __forceinline__ bool stage_pieces(const GroupedDigitsParams& params, 
   return finite;
 }
 
+constexpr int kTogether = 4;                    // pieces of rows that a warp loads at once
+constexpr int kMostEarly = kTogether * kWarps;  // of all rows, that are staged early
+
 /// A warp's part of `count` rows of x; `row` is the lane's. Loads go together, but those of many
 /// pieces.
 template <class T, int kSpan>
 __device__ __forceinline__ bool stage_rows(const GroupedDigitsParams& params, int row, int count,
                                            int warp, char* x, Span* spans) {
-  constexpr int kTogether = 4;
   const int pieces = count * params.digits.chunks;
   bool finite = true;
   if (pieces <= kWarps) {

@@ -186,12 +186,16 @@ struct LaneRows {
   __device__ int last() const { return static_cast<int>(params.gemm.M) - 1; }
   __device__ int of(int row) const { return params.rows ? params.rows[row] : row; }
 
+  __device__ int there(int row) const { return row < 0 || row >= params.x_rows ? 0 : row; }
+
+  /// Of the lane's of the first rows of y.
+  __device__ int first_rows() const { return there(early); }
+
   /// Of the lane's of the rows of y from the walk's tile on.
   __device__ int from(const StripWalk& walk, int lane) const {
     if (walk.strips == 0) return 0;
     const int at = min(walk.rows().first + lane, last());
-    const int row = last() < device::kWarpSize ? device::from_lane(early, at) : of(at);
-    return row < 0 || row >= params.x_rows ? 0 : row;
+    return there(last() < device::kWarpSize ? device::from_lane(early, at) : of(at));
   }
 };
 
