@@ -587,6 +587,25 @@ def test_each_route_runs_alone(q_len: int, shared: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    "dim, max_k, causal",  # a tile of prompts each on Hopper, which the bound of the lengths chooses
+    [(64, 500, True), (64, 9000, True), (128, 500, True), (128, 2000, False), (256, 500, True)],
+)
+def test_each_tile_of_prompts_runs_alone(dim: int, max_k: int, causal: bool) -> None:
+    """Sequences that end within tiles, and rows that see fewer tiles than others, or none: small,
+    and no reference. compute-sanitizer watches how warpgroups meet."""
+    lengths = [(200, 330), (70, 70), (3, 0), (65, 129)]
+    cu_q, cu_k = ([0, *torch.tensor(n).cumsum(0).tolist()] for n in zip(*lengths))
+    q = normal("cuda", cu_q[-1], 4, dim)
+    k, v = (normal("cuda", cu_k[-1], KV_HEADS, dim) for _ in range(2))
+    bounds = ints("cuda", cu_q), ints("cuda", cu_k), 200, max_k
+    first = ops.attention_varlen(q, k, v, *bounds, causal=causal)
+    assert isinstance(first, Tensor) and first.isfinite().all()
+    assert torch.equal(first, ops.attention_varlen(q, k, v, *bounds, causal=causal))
+
+
+@pytest.mark.gpu
 def test_explain_names_the_route() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the routes of Hopper")

@@ -115,6 +115,7 @@ def test_within_its_bound(device: str, block: int, dim: int, options: dict[str, 
     check(batch, batch.run(device, **given), starts, **options)
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("window", [None, 150])
 def test_tiles_of_few_rows(device: str, window: int | None) -> None:

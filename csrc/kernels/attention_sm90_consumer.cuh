@@ -154,7 +154,8 @@ struct Consumer {
       *reinterpret_cast<uint4*>(piece) = uint4{};
     }
     ptx::fence_async_shared();
-    ptx::named_barrier_sync(kValuesCleared, Tile::kConsumerThreads);  // all zeros are written
+    // All zeros are written; one warpgroup may drop a tile that another multiplies.
+    ptx::unaligned_barrier_sync(kValuesCleared, Tile::kConsumerThreads);
   }
 
   __device__ __forceinline__ void clear_sums() {

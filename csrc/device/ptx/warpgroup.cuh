@@ -30,6 +30,12 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+/// The same where warps reach one arrival at different places of a program: `bar` promises that all
+/// who wait execute one and the same instruction.
+__device__ __forceinline__ void unaligned_barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 /// The same, and whether `condition` holds in any of the threads.
 __device__ __forceinline__ bool named_barrier_any(int barrier, int threads, bool condition) {
   int any;
