@@ -589,7 +589,7 @@ def test_each_route_runs_alone(q_len: int, shared: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
-    "dim, max_k, causal",  # a tile of prompts each on Hopper, which the bound of the lengths chooses
+    "dim, max_k, causal",  # each takes a tile of its own on Hopper, by the bound of the lengths
     [(64, 500, True), (64, 9000, True), (128, 500, True), (128, 2000, False), (256, 500, True)],
 )
 def test_each_tile_of_prompts_runs_alone(dim: int, max_k: int, causal: bool) -> None:
