@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,13 @@ def test_activation_order_keeps_the_columns_of_the_weight() -> None:
     assert in_order.perm is None
 
 
+CODES = torch.arange(4 * 64).reshape(4, 64) % 10
+
+
+def from_codes(**changed: Tensor) -> ops.Int4Weight:
+    return ops.Int4Weight.from_quantized(**({"q": CODES, "scales": torch.ones(2, 4)} | changed))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -88,21 +96,38 @@ def test_activation_order_keeps_the_columns_of_the_weight() -> None:
         (lambda: ops.pack_int4(torch.ones(4, 96), 0), "multiple of 32, got 0"),
         (lambda: ops.pack_int4(torch.ones(96), 32), r"\[N, K\], got torch.float32 \[96\]"),
         (lambda: ops.pack_int4(torch.ones(4, 64).int(), 32), "floating .* torch.int32"),
-        (
-            lambda: ops.Int4Weight.from_quantized(torch.ones(4, 64), torch.ones(3, 4)),
-            "K divisible by 3 groups",
-        ),
-        (
-            lambda: ops.Int4Weight.from_quantized(
-                torch.ones(4, 64), torch.ones(2, 4), group_index=torch.zeros(64)
-            ),
-            "each of 2 groups 32 times",
-        ),
+        (lambda: from_codes(scales=torch.ones(3, 4)), "K divisible by 3 groups"),
+        (lambda: from_codes(q=CODES + 9), "q: expected integers from 0 to 15, got 9 to 18"),
+        (lambda: from_codes(q=CODES - 1), "q: expected integers from 0 to 15, got -1 to 8"),
+        (lambda: from_codes(q=CODES.float()), "q: expected integers from 0 to 15, got torch.float"),
+        (lambda: from_codes(zeros=torch.full((2, 4), 16)), "zeros: expected .* got 16 to 16"),
+        (lambda: from_codes(group_index=torch.zeros(64)), "each of 2 groups 32 times"),
+        (lambda: from_codes(group_index=torch.arange(64) // 32 - 1), "group_index: .* from -1 on"),
+        (lambda: from_codes(group_index=torch.zeros(2, 32)), r"group_index: expected \[64\] .* 32"),
     ],
 )
 def test_packing_refuses(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_packing_refuses_a_group_that_is_no_integer() -> None:
+    with pytest.raises(TypeError, match="group_size: expected an integer, got 64.0"):
+        ops.pack_int4(torch.ones(4, 64), 64.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shape", [(0, 128), (5, 0), (0, 0)])
+def test_pack_int4_takes_empty_weights(shape: tuple[int, int]) -> None:
+    packed = ops.pack_int4(torch.ones(shape), -1, zero_point=True)
+    assert packed.dequantize().shape == shape
+
+
+def test_pack_int4_keeps_nan_in_its_group() -> None:
+    weight = torch.ones(3, 128)
+    weight[1, 70] = math.nan
+    expected = torch.zeros(3, 128, dtype=torch.bool)
+    expected[1, 64:] = True
+    assert torch.equal(ops.pack_int4(weight, 64).dequantize().isnan(), expected)
 
 
 def test_the_cpu_checks_a_permutation() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ROWS, _COLS, _SYMMETRIC_ZERO = 16, 64, 8
+_ROWS, _COLS, _SYMMETRIC_ZERO, _MOST = 16, 64, 8, 15
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -55,11 +55,13 @@ class Int4Weight:
                 often; None: in order. Columns out of order are sorted by group and ``perm`` set.
 
         Raises:
-            ValueError: shapes disagree, K is not divisible by the group, or a group size that is
-                neither a multiple of 32 nor all of K.
+            ValueError: shapes disagree, codes or zero points that are no integers from 0 to 15, K
+                is not divisible by the group, or a group size that is neither a multiple of 32 nor
+                all of K.
         """
         _expect(q.dim() == 2, f"q: expected 2 dimensions, got shape {list(q.shape)}")
         N, K = q.shape
+        _expect_codes(q, "q")
         _expect(
             scales.dim() == 2 and scales.shape[1] == N and scales.dtype in _FLOATS,
             f"scales: expected floating [groups, {N}], got {scales.dtype} {list(scales.shape)}",
@@ -75,6 +77,8 @@ class Int4Weight:
             f"zeros: expected the shape of scales, {list(scales.shape)}, "
             f"got {None if zeros is None else list(zeros.shape)}",
         )
+        if zeros is not None:
+            _expect_codes(zeros, "zeros")
         perm = None if group_index is None else _order_of(group_index, groups, group)
         return cls(
             packed=_pack(q if perm is None else q[:, perm.long()]),
@@ -131,7 +135,8 @@ def pack_int4(weight: Tensor, group_size: int = 128, zero_point: bool = False) -
             otherwise the range is symmetric, ``-8`` to ``7`` times the scale.
 
     Returns:
-        An :class:`Int4Weight` whose scales have the dtype of ``weight``.
+        An :class:`Int4Weight` whose scales have the dtype of ``weight``. A group with NaN
+        dequantises to NaN.
 
     Raises:
         ValueError: K is not divisible by the group, or dtype or shape are not as above.
@@ -142,13 +147,17 @@ def pack_int4(weight: Tensor, group_size: int = 128, zero_point: bool = False) -
     )
     N, K = weight.shape
     group = checked_group(group_size, K)
-    columns = weight.float().reshape(N, -1, group) if K else weight.new_zeros(N, 0, 1).float()
+    columns = weight.float().reshape(N, K // group, group)
     scales, zeros = int4_grid(columns, weight.dtype, zero_point)
-    q = int4_codes(columns, scales.unsqueeze(-1), zeros.unsqueeze(-1))
-    return Int4Weight.from_quantized(
-        q.to(torch.uint8).reshape(N, K),
-        scales.to(weight.dtype).t(),
-        zeros.to(torch.uint8).t() if zero_point else None,
+    q = int4_codes(columns, scales.unsqueeze(-1), zeros.unsqueeze(-1)).nan_to_num_(0)
+    return Int4Weight(
+        packed=_pack(q.to(torch.uint8).reshape(N, K)),
+        scales=scales.to(weight.dtype).t().contiguous(),
+        zeros=zeros.to(torch.uint8).t().contiguous() if zero_point else None,
+        perm=None,
+        N=N,
+        K=K,
+        group=group,
     )
 
 
@@ -179,8 +188,22 @@ def _expect(ok: bool, message: str) -> None:
         raise ValueError(message)
 
 
+def _expect_codes(codes: Tensor, name: str) -> None:
+    """Others would spill into the bits of their neighbours."""
+    whole = not (codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool)
+    _expect(whole, f"{name}: expected integers from 0 to 15, got {codes.dtype}")
+    if codes.numel():
+        low, high = (int(value) for value in codes.aminmax())
+        _expect(
+            low >= 0 and high <= _MOST,
+            f"{name}: expected integers from 0 to 15, got {low} to {high}",
+        )
+
+
 def checked_group(group: int, K: int) -> int:
     """The group as columns; -1 is all of them."""
+    if isinstance(group, bool) or not isinstance(group, int):
+        raise TypeError(f"group_size: expected an integer, got {group!r}")
     columns = max(K, 1) if group == -1 else group
     _expect(
         columns > 0 and (columns % 32 == 0 or columns == max(K, 1)),
@@ -192,6 +215,12 @@ def checked_group(group: int, K: int) -> int:
 
 def _order_of(group_index: Tensor, groups: int, group: int) -> Tensor | None:
     """The permutation that sorts columns by group; None if they are sorted."""
+    size = groups * group
+    _expect(
+        group_index.shape == (size,) and not bool((group_index < 0).any()),
+        f"group_index: expected [{size}] numbers of groups, got {list(group_index.shape)}"
+        + (f" from {int(group_index.min())} on" if group_index.numel() else ""),
+    )
     counts = torch.bincount(group_index.long(), minlength=groups)
     _expect(
         counts.numel() == groups and bool((counts == group).all()),
