@@ -28,6 +28,14 @@ def test_refuses_an_unknown_op() -> None:
         ridgeline.explain("sofmax", torch.zeros(4, 8))
 
 
+def test_refuses_arguments_that_the_op_does_not_have() -> None:
+    x, weight = torch.zeros(4, 8), torch.zeros(2, 8)
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        ridgeline.explain("linear")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'gelu'"):
+        ridgeline.explain("linear", x, weight, gelu=True)
+
+
 def test_measures_on_copies() -> None:
     """An op that writes, strided arguments, and a packed weight, whose tensors are copied too."""
     rows = torch.randn(1024, 4097)[:, 1:4097]

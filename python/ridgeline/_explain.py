@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
@@ -106,7 +107,7 @@ def explain(
 
     Args:
         op: name of an op of :mod:`ridgeline.ops`.
-        args, kwargs: as for the op; they are checked as in a real call.
+        args, kwargs: as for the op; on a GPU they are checked as in a real call.
         strict: raise where a slower kernel stands in for a faster one, instead of saying so.
         roofs: of the device (:func:`ridgeline.roofline.machine.measure_roofs`), for the least time.
         measure: also time the op, as the benchmarks do: on a GPU in a graph, on copies of the
@@ -117,10 +118,12 @@ def explain(
 
     Raises:
         ValueError: no such op, or what the op itself raises.
+        TypeError: an argument that the op lacks or does not have.
         RuntimeError: under ``strict``: the reasons.
     """
     if op not in costed_ops():
         raise ValueError(f"op: expected one of {', '.join(costed_ops())}; got {op!r}")
+    inspect.signature(getattr(ops, op)).bind(*args, **kwargs)
     device = _device_of([*args, *kwargs.values()])
     records = _traced(op, *args, **kwargs) if device.type == "cuda" else []
     cost = op_cost(op, *args, **kwargs)
