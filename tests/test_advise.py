@@ -49,6 +49,15 @@ def test_modules_and_wrong_arguments():
     model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128), nn.Linear(128, 32))
     shapes = ridgeline.advise_quantization([(128, 64), (32, 128)], roofs=ROOFS)
     assert ridgeline.advise_quantization(model, roofs=ROOFS) == shapes
+    model[2] = ridgeline.nn.Linear.from_torch(model[2])
+    assert ridgeline.advise_quantization(model, roofs=ROOFS) == shapes
+    one = ridgeline.advise_quantization(model, 8, roofs=ROOFS)
+    assert one == ridgeline.advise_quantization(model, [8], roofs=ROOFS) and one.rows == (8,)
+    for wrong in ([4, 5], [(4,)], [(4, 4, 4)], [(4.5, 4)], "x"):
+        with pytest.raises(TypeError, match=r"model_or_shapes: expected \(N, K\) of each weight"):
+            ridgeline.advise_quantization(wrong, roofs=ROOFS)
+    with pytest.raises(TypeError, match=r"rows: expected integers, got \[1.5\]"):
+        ridgeline.advise_quantization(model, rows=[1.5], roofs=ROOFS)
     with pytest.raises(ValueError, match="at least one linear layer, got none"):
         ridgeline.advise_quantization(nn.LayerNorm(4), roofs=ROOFS)
     with pytest.raises(ValueError, match=r"rows: expected numbers of at least 1, got \[0\]"):

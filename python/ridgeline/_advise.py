@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline import ops
+from ridgeline.nn.linear import Linear
 from ridgeline.roofline.cost import Cost, op_cost
 from ridgeline.roofline.machine import Roofs, measure_roofs
 
@@ -53,7 +54,7 @@ class Advice:
 
 def advise_quantization(
     model_or_shapes: nn.Module | Iterable[Shape],
-    rows: Sequence[int] = (1, 8, 32, 64, 128, 256, 1024, 8192),
+    rows: int | Sequence[int] = (1, 8, 32, 64, 128, 256, 1024, 8192),
     *,
     roofs: Roofs | None = None,
 ) -> Advice:
@@ -66,20 +67,25 @@ def advise_quantization(
     has both side by side.
 
     Args:
-        model_or_shapes: a module tree, of which all ``nn.Linear`` count, or ``(N, K)`` of each
-            weight.
-        rows: tokens a step, each at least 1: the batch size in decode, the chunk in prefill.
+        model_or_shapes: a module tree, of which all ``nn.Linear`` and :class:`ridgeline.nn.Linear`
+            count, or ``(N, K)`` of each weight.
+        rows: tokens a step, one number or several of at least 1: the batch size in decode, the
+            chunk in prefill.
         roofs: of the machine meant; None: this machine's, measured (about a second on a GPU).
 
     Raises:
         ValueError: no products; a number of rows or a size below 1.
+        TypeError: shapes that are no pairs of integers; rows that are no integers.
 
     The schemes: "16 bits"; "int4" (groups of 128) with 16-bit products; "fp8" and "int8" with
     both operands in 8 bits, where ``roofs`` has their rate ("int8" is as fast as "fp8").
     """
     shapes = _shapes(model_or_shapes)
-    if not rows or min(rows) < 1:
-        raise ValueError(f"rows: expected numbers of at least 1, got {list(rows)}")
+    counts = [rows] if isinstance(rows, int) else list(rows)
+    if not all(isinstance(count, int) for count in counts):
+        raise TypeError(f"rows: expected integers, got {counts}")
+    if not counts or min(counts) < 1:
+        raise ValueError(f"rows: expected numbers of at least 1, got {counts}")
     if roofs is None:
         roofs = measure_roofs("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -95,23 +101,31 @@ def advise_quantization(
     schemes = ["16 bits", *eight, "int4"]
     return Advice(
         machine=roofs.name,
-        rows=tuple(rows),
-        microseconds={name: tuple(total(name, count) for count in rows) for name in schemes},
+        rows=tuple(counts),
+        microseconds={name: tuple(total(name, count) for count in counts) for name in schemes},
         pays_below={name: _first(partial(is_no_faster, name)) for name in schemes[1:]},
     )
 
 
 def _shapes(model_or_shapes: nn.Module | Iterable[Shape]) -> list[Shape]:
     if isinstance(model_or_shapes, nn.Module):
-        linears = (m for m in model_or_shapes.modules() if isinstance(m, nn.Linear))
+        kinds = (nn.Linear, Linear)
+        linears = (m for m in model_or_shapes.modules() if isinstance(m, kinds))
         shapes = [(m.out_features, m.in_features) for m in linears]
     else:
-        shapes = list(model_or_shapes)
+        shapes = [_pair(shape) for shape in model_or_shapes]
     if not shapes:
         raise ValueError("model_or_shapes: expected at least one linear layer, got none")
     if any(min(shape) < 1 for shape in shapes):
         raise ValueError(f"model_or_shapes: expected sizes of at least 1, got {shapes}")
     return shapes
+
+
+def _pair(shape: Shape) -> Shape:
+    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+    if len(sizes) != 2 or not all(isinstance(size, int) for size in sizes):
+        raise TypeError(f"model_or_shapes: expected (N, K) of each weight, got {shape!r}")
+    return shape
 
 
 def _cost(name: str, shape: Shape, rows: int, roofs: Roofs) -> Cost:
