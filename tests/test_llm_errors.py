@@ -85,7 +85,10 @@ def test_a_prompt_that_cannot_be_served_is_refused(llm: LLM, prompt: Any, messag
         5,
         b"bytes",
         [b"bytes"],
+        {1, 2},
         [{1, 2}],
+        torch.tensor([1.5]),
+        torch.tensor(3),
         {"a": 1},
         [{1: 2}],
         [1, "a"],
@@ -98,6 +101,28 @@ def test_a_prompt_that_cannot_be_served_is_refused(llm: LLM, prompt: Any, messag
 def test_what_is_no_prompt_is_refused(llm: LLM, prompts: Any):
     with pytest.raises(TypeError, match="must be"):
         llm.generate(prompts)
+
+
+def test_arrays_of_tokens_are_prompts(llm: LLM):
+    """Of one dimension one prompt, of two one a row."""
+    expected = llm.generate([[3, 4, 5], [6, 7, 8]], GREEDY)
+    both = llm.generate(torch.tensor([[3, 4, 5], [6, 7, 8]]), GREEDY)
+    one = llm.generate(torch.tensor([3, 4, 5]), GREEDY)
+    assert [o.prompt_token_ids for o in [*both, *one]] == [[3, 4, 5], [6, 7, 8], [3, 4, 5]]
+    assert [o.outputs for o in [*both, *one]] == [o.outputs for o in [*expected, expected[0]]]
+
+
+@pytest.mark.parametrize("messages", [None, 5, {"role": "user", "content": "x"}])
+def test_what_is_no_conversation_is_refused(llm: LLM, messages: Any):
+    with pytest.raises(TypeError, match="messages must be a conversation or a list of them, got"):
+        llm.chat(messages, chat_template="x")
+
+
+def test_a_progress_that_cannot_be_called_is_refused(llm: LLM, folder: Path):
+    with pytest.raises(TypeError, match="progress must be a bool or a function, got 'x'"):
+        llm.generate([1], progress="x")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="progress must be a bool or a function, got 1"):
+        LLM(folder, progress=1)  # type: ignore[arg-type]
 
 
 def test_text_that_is_no_unicode_is_refused(llm: LLM):
@@ -144,6 +169,8 @@ def test_params_that_do_not_fit_are_refused(llm: LLM, params: Any, error: type, 
         ({"gpu_memory_utilization": 0}, r"gpu_memory_utilization must be in \(0, 1\], got 0"),
         ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization must be"),
         ({"num_blocks": 1}, "num_blocks must be at least 2, got 1"),
+        ({"num_blocks": 1 << 40}, "num_blocks and max_num_batched_tokens: .* must fit into"),
+        ({"max_num_batched_tokens": 1 << 40}, "max_num_batched_tokens: .* must fit into"),
         ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
         ({"max_num_batched_tokens": 100}, r"at least max_num_seqs \(256\), got 100"),
         ({"seed": -1}, "seed must be at least 0, got -1"),
@@ -167,12 +194,23 @@ def test_an_option_out_of_range_is_refused(folder: Path, option: dict[str, Any],
         {"block_size": 64.0},
         {"gpu_memory_utilization": "0.9"},
         {"latency_target": "x"},
+        {"gpu_memory_utilization": True},
         {"swap_space": None},
+        {"trace": 5},
+        {"model": None},
     ],
 )
 def test_an_option_of_the_wrong_type_is_refused(folder: Path, option: dict[str, Any]):
     with pytest.raises(TypeError, match=f"{next(iter(option))} must be"):
-        LLM(folder, device="cpu", **option)
+        LLM(**({"model": folder, "device": "cpu"} | option))
+
+
+def test_dtype_and_device_may_be_those_of_torch(folder: Path):
+    with LLM(folder, dtype=torch.bfloat16, device=torch.device("cpu")) as llm:
+        assert llm._parts is not None
+        assert llm._parts.runner._cache.k[0].dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="dtype must be one of .*, got 'int8'"):
+        LLM(folder, dtype=torch.int8, device="cpu")
 
 
 def test_abort_in_the_middle_frees_the_blocks(llm: LLM):

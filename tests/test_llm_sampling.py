@@ -297,8 +297,8 @@ def test_penalties_do_not_reach_the_neighbours(llm: LLM):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("temperature", -0.1, "temperature must be finite and at least 0, got -0.1"),
-        ("temperature", math.nan, "temperature must be finite and at least 0, got nan"),
+        ("temperature", -0.1, "temperature must be finite and at least 0, got -0.1$"),
+        ("temperature", math.nan, "temperature must be finite and at least 0, got nan$"),
         ("temperature", math.inf, "temperature must be finite"),
         ("top_p", 0.0, r"top_p must be finite and in \(0, 1\], got 0.0"),
         ("top_p", 1.01, r"top_p must be .*in \(0, 1\], got 1.01"),

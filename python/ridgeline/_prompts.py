@@ -17,10 +17,12 @@ _MOST = 1e9  # of priorities, and of seconds
 _NO_TOKENS = (bytes, bytearray, memoryview, Mapping, Set)  # though integers come out of them
 
 
-def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def prompt_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, (bytes, Mapping)) or not hasattr(prompts, "__iter__"):
+    if hasattr(prompts, "tolist"):  # a tensor or an array, whose elements are no Python numbers
+        prompts = prompts.tolist()
+    if isinstance(prompts, _NO_TOKENS) or not hasattr(prompts, "__iter__"):
         raise TypeError(f"prompts must be text, token ids, or a list of them, got {prompts!r}")
     items: list[Any] = list(prompts)
     if items and not isinstance(items[0], str) and not hasattr(items[0], "__iter__"):
@@ -31,10 +33,12 @@ def prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 def one_each(name: str, value: Any, count: int) -> list[Any]:
     """One value for all, or one each; numbers, or None for a deadline."""
     each: list[Any] = list(value) if isinstance(value, (list, tuple)) else [value] * count
-    kinds: Any = int if name == "priority" else (int, float, type(None))
+    whole = name == "priority"
+    kinds: Any = int if whole else (int, float, type(None))
     for one in each:
         if isinstance(one, bool) or not isinstance(one, kinds):
-            raise TypeError(f"{name} must be a number, or a list of them, got {one!r}")
+            kind = "an integer" if whole else "a number"
+            raise TypeError(f"{name} must be {kind}, or a list of them, got {one!r}")
         if one is not None and not abs(one) < _MOST:
             raise ValueError(f"{name} must be within {_MOST:g}, got {one!r}")
     if len(each) != count:
@@ -79,6 +83,8 @@ def chat_prompts(
     """Token ids of one conversation or many; ``options`` of :meth:`ChatTemplate.render`."""
     if tokenizer is None:
         raise ValueError(f"chat needs a tokenizer: {no_tokenizer}")
+    if not isinstance(messages, (list, tuple)):
+        raise TypeError(f"messages must be a conversation or a list of them, got {messages!r}")
     one = bool(messages) and isinstance(messages[0], Mapping)
     conversations: Sequence[Any] = [messages] if one else messages
     return [tokenizer.encode_chat(each, **options) for each in conversations]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,7 +35,7 @@ class EngineOptions:
     """The keyword arguments of ``LLM``, which documents them; checked here."""
 
     dtype: str
-    device: str | None = None
+    device: str | torch.device | None = None
     block_size: int
     max_model_len: int | None
     gpu_memory_utilization: float
@@ -78,7 +79,9 @@ class EngineOptions:
             raise ValueError(f"seed must be below 2**63, got {self.seed}")
         for name in ("gpu_memory_utilization", "latency_target", "swap_space"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) and (value, name) != (None, "latency_target"):
+            if value is None and name == "latency_target":
+                continue
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"{name} must be a number, got {value!r}")
         for name in ("enable_prefix_caching", "batch_invariant", "enforce_eager", "check_weights"):
             if not isinstance(getattr(self, name), bool):
@@ -158,9 +161,10 @@ def build(
             )
         config = ModelConfig.from_dict(model)
     else:
-        path = gguf_file(Path(model))
+        folder = path_of("model", model)
+        path = gguf_file(folder)
         gguf = None if path is None else GgufFile(path)
-        folder = Path(model) if path is None else path.parent
+        folder = folder if path is None else path.parent
         config = ModelConfig.from_path(folder) if gguf is None else gguf.config()
         if gguf is not None or config.stored_format is not None:
             stored = file_bytes(path or folder)
@@ -226,7 +230,19 @@ def check_one_of(name: str, value: object, allowed: tuple[object, ...]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
-def pick_device(name: str | None) -> torch.device:
+def path_of(name: str, value: Any) -> Path:
+    """The argument as a path; TypeError if it is none."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path, got {value!r}")
+    return Path(value)
+
+
+def dtype_name(dtype: str | torch.dtype) -> str:
+    """ "bfloat16" for torch.bfloat16."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype
+
+
+def pick_device(name: str | torch.device | None) -> torch.device:
     if name is None:
         name = "cuda" if CUDA.loaded else "cpu"
     try:

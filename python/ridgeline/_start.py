@@ -8,7 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ridgeline.graphs import mixed_seqs, mixed_tokens
-from ridgeline.kv_cache import KVCache, KVCacheLayout, blocks_for_cpu, blocks_for_cuda
+from ridgeline.kv_cache import (
+    KVCache,
+    KVCacheLayout,
+    blocks_for_cpu,
+    blocks_for_cuda,
+    host_memory,
+)
 from ridgeline.memory import MemoryLine, MemoryPlan, plan_memory, step_cost, tensor_bytes
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder
@@ -79,7 +85,7 @@ class Starter:
             graphs=self._use_graphs,
             stored_weights=stored_weights,
         )
-        self.plan.check()
+        self.plan.check(None if self._on_gpu else host_memory())
         # Measuring takes a second and 2 GB, which are free yet: for the trace, and for decisions
         # by predicted time on a GPU whose peaks are not known.
         self._roofs: Roofs | None = peaks(str(device))

@@ -84,8 +84,12 @@ class KVCache:
 def blocks_for_cpu(layout: KVCacheLayout, max_model_len: int) -> int:
     """Room for eight sequences of the full length, but at most a quarter of the machine's RAM."""
     wanted = 8 * -(-max_model_len // layout.block_size)
-    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return 1 + max(1, min(wanted, ram // 4 // layout.block_bytes))
+    return 1 + max(1, min(wanted, host_memory() // 4 // layout.block_bytes))
+
+
+def host_memory() -> int:
+    """Bytes of this machine's RAM."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def blocks_for_cuda(

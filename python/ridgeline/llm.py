@@ -9,15 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ridgeline._C import FairLock
 from ridgeline._prompts import Prompt, chat_prompts, one_each, params_list, prompt_list, tokenize
-from ridgeline._setup import EngineOptions, Parts, build
+from ridgeline._setup import EngineOptions, Parts, build, dtype_name, path_of
 from ridgeline.chat import Messages
 from ridgeline.core import Core
 from ridgeline.memory import MemoryLine
 from ridgeline.metrics import stats
 from ridgeline.outputs import RequestOutput, Stats, StreamOutput
-from ridgeline.progress import LoadingBar, ProgressBar
+from ridgeline.progress import ProgressBar, check_progress, loading_callback
 from ridgeline.request import Request
 from ridgeline.sampling_params import SamplingParams
 
@@ -29,8 +31,8 @@ class LLM:
         model: a folder in Hugging Face layout: ``config.json``, ``*.safetensors``, and
             ``tokenizer.json`` for text (without it prompts are token ids and there is no text).
             Or a GGUF file, with a ``tokenizer.json`` beside it.
-        dtype: "auto", "float32", "float16" or "bfloat16". auto: on the CPU float32; on a GPU the
-            checkpoint's own, bfloat16 for float32 ones. float32 runs on the CPU only.
+        dtype: "auto", "float32", "float16", "bfloat16" or a torch.dtype. auto: on the CPU float32;
+            on a GPU the checkpoint's own, bfloat16 for float32 ones. float32 runs on the CPU only.
         device: "cpu", "cuda" or "cuda:N"; None: CUDA if it can be used.
         block_size: tokens of a cache block, a multiple of 16 from 16 to 256.
         max_model_len: the most tokens of a prompt and its output; None: what the model allows,
@@ -70,8 +72,8 @@ class LLM:
         self,
         model: str | Path | Mapping[str, Any],
         *,
-        dtype: str = "auto",
-        device: str | None = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
         block_size: int = 64,
         max_model_len: int | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -94,18 +96,16 @@ class LLM:
         self._parts: Parts | None = None
         self._lock = FairLock()
         options = EngineOptions(
-            dtype=dtype, device=device, block_size=block_size, max_model_len=max_model_len,
-            gpu_memory_utilization=gpu_memory_utilization, num_blocks=num_blocks,
-            max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching, seed=seed, quantization=quantization,
-            kv_cache_dtype=kv_cache_dtype, batch_invariant=batch_invariant,
-            enforce_eager=enforce_eager, load_format=load_format, check_weights=check_weights,
-            trace=None if trace is None else Path(trace), latency_target=latency_target,
-            swap_space=swap_space,
+            dtype=dtype_name(dtype), device=device, block_size=block_size,
+            max_model_len=max_model_len, gpu_memory_utilization=gpu_memory_utilization,
+            num_blocks=num_blocks, max_num_seqs=max_num_seqs, quantization=quantization,
+            max_num_batched_tokens=max_num_batched_tokens, seed=seed, load_format=load_format,
+            enable_prefix_caching=enable_prefix_caching, kv_cache_dtype=kv_cache_dtype,
+            batch_invariant=batch_invariant, enforce_eager=enforce_eager,
+            check_weights=check_weights, trace=None if trace is None else path_of("trace", trace),
+            latency_target=latency_target, swap_space=swap_space,
         )  # fmt: skip
-        bar = LoadingBar() if progress is True else None
-        callback = bar.update if bar is not None else progress
-        self._parts = build(model, options, callback if callable(callback) else None)
+        self._parts = build(model, options, loading_callback(progress))
 
     @classmethod
     def from_config(
@@ -145,6 +145,7 @@ class LLM:
         Raises:
             ValueError, TypeError: a prompt or its parameters cannot be served; nothing was run.
         """
+        check_progress(progress)
         updates, requests = self._submit(
             prompts, params, priority, deadline, streams=progress is not False
         )

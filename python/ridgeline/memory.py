@@ -77,10 +77,17 @@ class MemoryPlan:
             raise ValueError(f"length must be at least 1, got {length}")
         return max(self.num_blocks - 1, 0) // -(-length // self.layout.block_size)
 
-    def check(self) -> None:
-        """ValueError with all lines if not even one block fits."""
+    def check(self, host_memory: int | None = None) -> None:
+        """ValueError with all lines if not even one block fits, or if cache and step buffers, which
+        are allocated whole, exceed ``host_memory``."""
         if self.num_blocks < 2:
             raise ValueError(f"no room for a KV cache:\n{self}")
+        whole = self.num_blocks * self.layout.block_bytes + self.predicted("step buffers")
+        if host_memory is not None and whole > host_memory:
+            raise ValueError(
+                "num_blocks and max_num_batched_tokens: KV cache and step buffers must fit into "
+                f"this machine's {host_memory >> 20} MiB:\n{self}"
+            )
 
     def __str__(self) -> str:
         cache = MemoryLine("KV cache", self.num_blocks * self.layout.block_bytes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import TextIO
+from collections.abc import Callable
+from typing import Any, TextIO
 
 from ridgeline.outputs import StreamOutput
 
@@ -15,6 +16,22 @@ _INTERVAL = 0.1
 def _live(file: TextIO) -> bool:
     """Whether what is drawn can be drawn again over it."""
     return file.isatty() or "ipykernel" in sys.modules
+
+
+def check_progress(progress: Any) -> None:
+    """TypeError for what is neither a bool nor a function."""
+    if not isinstance(progress, bool) and not callable(progress):
+        raise TypeError(f"progress must be a bool or a function, got {progress!r}")
+
+
+def loading_callback(
+    progress: bool | Callable[[int, int], None],
+) -> Callable[[int, int], None] | None:
+    """What to call while loading; True: a bar's."""
+    check_progress(progress)
+    if isinstance(progress, bool):
+        return LoadingBar().update if progress else None
+    return progress
 
 
 class LoadingBar:

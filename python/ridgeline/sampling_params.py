@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Integral, Real
 
@@ -138,13 +139,13 @@ def _real(name: str, value: object, limit: str, accepts: Callable[[float], bool]
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}")
     # The sampler's numbers are float32, in which small ones are 0 and large ones infinite.
-    try:
+    number = kept = math.inf
+    with suppress(OverflowError):
         number = float(value)
         (kept,) = struct.unpack("f", struct.pack("f", number))
-    except OverflowError:
-        kept = number = math.inf
     if not (math.isfinite(kept) and accepts(number) and accepts(kept)):
-        raise ValueError(f"{name} must be finite and {limit}, got {value}, in float32 {kept:g}")
+        rounded = f", in float32 {kept:g}" if accepts(number) and kept != number else ""
+        raise ValueError(f"{name} must be finite and {limit}, got {value}{rounded}")
     return number
 
 
@@ -174,7 +175,7 @@ def _bias(value: Mapping[int, float] | None) -> dict[int, float]:
         raise TypeError(f"logit_bias must map token ids to numbers, got {value!r}")
     return {
         _integer("each token of logit_bias", token, low=0): _real(
-            f"logit_bias[{token}]", bias, "a number", lambda v: True
+            f"logit_bias[{token}]", bias, "a number", lambda v: not math.isnan(v)
         )
         for token, bias in value.items()
     }

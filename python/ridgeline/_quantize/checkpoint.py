@@ -13,10 +13,10 @@ from ridgeline._quantize.calibration import windows_of
 from ridgeline._quantize.files import ShardWriter, check_apart, copy_others, new_folder, write_json
 from ridgeline._quantize.job import Job
 from ridgeline._quantize.recipe import QuantizedCheckpoint, Recipe
-from ridgeline._setup import check_one_of, pick_device, pick_dtype
+from ridgeline._setup import check_one_of, dtype_name, path_of, pick_device, pick_dtype
 from ridgeline.models.config import DTYPES, ModelConfig
 from ridgeline.models.loader import LoadOptions
-from ridgeline.progress import LoadingBar
+from ridgeline.progress import loading_callback
 from ridgeline.tokenizer import Tokenizer
 
 
@@ -38,8 +38,8 @@ def quantize_checkpoint(
     window: int = 2048,
     skip: Sequence[str] = (),
     seed: int = 0,
-    device: str | None = None,
-    dtype: str = "auto",
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype = "auto",
     shard_bytes: int = 4_000_000_000,
     overwrite: bool = False,
     progress: bool | Callable[[int, int], None] = False,
@@ -91,7 +91,9 @@ def quantize_checkpoint(
 
     Source: Frantar et al., "GPTQ", 2022; Lin et al., "AWQ", 2023; Xiao et al., "SmoothQuant", 2023.
     """
-    folder, target = Path(model), Path(out)
+    folder, target = path_of("model", model), path_of("out", out)
+    source = None if text is None else path_of("text", text)
+    dtype = dtype_name(dtype)
     check_one_of("dtype", dtype, ("auto", *DTYPES))
     config = ModelConfig.from_path(folder)
     recipe = Recipe(
@@ -101,21 +103,21 @@ def quantize_checkpoint(
     )  # fmt: skip
     if config.stored_format is not None:
         raise ValueError(f"model: expected a checkpoint that is not quantised yet, {folder} is")
-    check_apart(target, model=folder, text=None if text is None else Path(text))
-    if text is None and recipe.needs_text:
-        raise ValueError(f"text: {method!r} learns from a text: expected a file, got none")
+    check_apart(target, model=folder, text=source)
+    if source is None and recipe.needs_text:
+        learns = "clip" if clip and method == "rtn" else method
+        raise ValueError(f"text: {learns!r} learns from a text: expected a file, got none")
     windows = None
-    if text is not None:
+    if source is not None:
         tokenizer = Tokenizer(folder / "tokenizer.json")
-        windows = windows_of(Path(text), tokenizer, samples, recipe.window, seed)
+        windows = windows_of(source, tokenizer, samples, recipe.window, seed)
     where = pick_device(device)
     options = LoadOptions(where, pick_dtype(dtype, config, where), recipe.window)
-    bar = LoadingBar() if progress is True else None
-    callback = bar.update if bar is not None else progress
+    callback = loading_callback(progress)
     with torch.no_grad(), new_folder(target, overwrite=overwrite) as made:
         writer = ShardWriter(made, shard_bytes)
         job = Job(config, folder, recipe, options, windows, writer)
-        job.run(callback if callable(callback) else lambda done, total: None)
+        job.run(callback or (lambda done, total: None))
         result = job.result(target)
         values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         write_json(made / "config.json", values | {"quantization_config": job.config_of_result()})
