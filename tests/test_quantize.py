@@ -156,3 +156,20 @@ def test_rows_without_columns_have_scale_one(device: str, out_quant: Any) -> Non
     if out_quant != "int8":
         codes, scale = ridgeline.ops.silu_mul(x, out_quant=out_quant)
         assert codes.shape == (2, 0) and bool((scale == 1).all())
+
+
+def test_what_to_skip_may_be_one_name() -> None:
+    """Not a list of its letters, one of which a layer may be called."""
+    model = torch.nn.ModuleDict({"d": torch.nn.Linear(64, 64), "head": torch.nn.Linear(64, 64)})
+    done = ridgeline.quantize_(model, "fp8", skip="head")
+    assert done.layers == ("d",) and done.left == (("head", "named in skip"),)
+    with pytest.raises(TypeError, match=r"skip: expected a name or a list of names, got \[1\]"):
+        ridgeline.quantize_(model, "fp8", skip=[1])  # type: ignore[list-item]
+
+
+def test_what_was_not_observed_is_refused() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    with pytest.raises(TypeError, match="seen: expected what ridgeline.observe gave, got 5"):
+        ridgeline.quantize_(model, "int8", seen=5)
+    with pytest.raises(TypeError, match="seen: expected what ridgeline.observe gave, got None"):
+        ridgeline.smooth_(model, None)  # type: ignore[arg-type]

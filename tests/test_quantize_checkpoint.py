@@ -234,12 +234,22 @@ def test_a_loss_that_rises_is_told_by_who_writes_and_who_reads(
         ({"scheme": "int3"}, "scheme: expected one of 'int4', 'fp8', 'int8', got 'int3'"),
         ({"method": "smoothquant"}, "method: expected one of 'rtn', 'awq', .*got 'smoothquant'"),
         ({"method": "gptq"}, "text: 'gptq' learns from a text: expected a file, got none"),
-        ({"clip": True}, "text: 'rtn' learns from a text"),
+        ({"clip": True}, "text: 'clip' learns from a text"),
         ({"group_size": 48}, "q_proj: group_size: expected -1 or a multiple of 32, got 48"),
         ({"group_size": 96}, "q_proj: weight: expected K divisible by the group 96, got K = 128"),
         ({"scheme": "fp8", "zero_point": True}, "zero_point: not an option of fp8 by rtn"),
         ({"act_order": "group"}, "act_order: not an option of int4 by rtn"),
         ({"granularity": "block"}, "granularity: not an option of int4"),
+        ({"scheme": "int8", "group_size": 32}, "group_size: not an option of int8 by rtn"),
+        ({"alpha": 0.7}, "alpha: not an option of int4 by rtn"),
+        ({"damping": 0.1}, "damping: not an option of int4 by rtn"),
+        ({"group_size": 64.0}, "group_size: expected an integer, got 64.0"),
+        ({"samples": 1.5}, "samples: expected an integer, got 1.5"),
+        ({"window": None}, "window: expected an integer, got None"),
+        ({"zero_point": "x"}, "zero_point: expected a bool, got 'x'"),
+        ({"skip": 5}, "skip: expected a name or a list of names, got 5"),
+        ({"skip": "dawn_proj"}, "skip: expected names of modules, 'dawn_proj' is that of none"),
+        ({"shard_bytes": 0}, "shard_bytes: expected a positive integer, got 0"),
         ({"alpha": 2.0}, "alpha: expected a number from 0 to 1, got 2.0"),
         ({"samples": 0}, "samples: expected a number from 1"),
         ({"skip": ("q_proj",)}, "skip: expected all of one product or none of .*q_proj"),
@@ -259,7 +269,7 @@ def test_mistakes_leave_nothing(folder: Path, tmp_path: Path, options: dict, mes
     options = SMALL | options
     if "text" in options:
         options["text"] = tmp_path / options["text"]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         quantize_checkpoint(folder, tmp_path / "out", **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["binary", "short"]
 

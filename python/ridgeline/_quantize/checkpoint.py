@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from ridgeline._quantize.calibration import windows_of
 from ridgeline._quantize.files import ShardWriter, check_apart, copy_others, new_folder, write_json
 from ridgeline._quantize.job import Job
+from ridgeline._quantize.modules import names_of
 from ridgeline._quantize.recipe import QuantizedCheckpoint, Recipe
 from ridgeline._setup import check_one_of, dtype_name, path_of, pick_device, pick_dtype
 from ridgeline.models.config import DTYPES, ModelConfig
@@ -36,7 +38,7 @@ def quantize_checkpoint(
     damping: float = 0.01,
     samples: int = 128,
     window: int = 2048,
-    skip: Sequence[str] = (),
+    skip: str | Sequence[str] = (),
     seed: int = 0,
     device: str | torch.device | None = None,
     dtype: str | torch.dtype = "auto",
@@ -68,7 +70,8 @@ def quantize_checkpoint(
             moments' diagonal, as a share of its mean.
         samples, window: so many windows of so many tokens (at most what the model takes) are
             learned from, and an eighth as many measured. seed: of their choice.
-        skip: names of modules or patterns to leave as they are: the whole name or its end.
+        skip: a name of modules or a pattern, or several, to leave as they are: the whole name or
+            its end.
         device, dtype: of the computation, as those of ``LLM``.
         shard_bytes: of a file of the result.
         overwrite: a checkpoint at ``out`` is replaced, if nothing else is in its folder.
@@ -85,8 +88,9 @@ def quantize_checkpoint(
         The loss rose by more than 3%. The checkpoint is written nevertheless.
 
     Raises:
-        ValueError: an option out of range, a model that does not fit its configuration or the
-            scheme, values that are not finite, ``out`` taken, a text too short.
+        ValueError: an option out of range or of another method, a name to skip that no module has,
+            a model that does not fit its configuration or the scheme, values that are not finite,
+            ``out`` taken, a text too short.
         FileNotFoundError: a folder or file that does not exist.
 
     Source: Frantar et al., "GPTQ", 2022; Lin et al., "AWQ", 2023; Xiao et al., "SmoothQuant", 2023.
@@ -99,8 +103,9 @@ def quantize_checkpoint(
     recipe = Recipe(
         scheme=scheme, method=method, group_size=group_size, zero_point=zero_point,
         granularity=granularity, act_order=act_order, clip=clip, alpha=alpha, damping=damping,
-        samples=samples, window=min(window, config.max_position), skip=tuple(skip), seed=seed,
+        samples=samples, window=window, skip=names_of(skip), seed=seed,
     )  # fmt: skip
+    recipe = replace(recipe, window=min(window, config.max_position))
     if config.stored_format is not None:
         raise ValueError(f"model: expected a checkpoint that is not quantised yet, {folder} is")
     check_apart(target, model=folder, text=source)

@@ -116,6 +116,8 @@ class ShardWriter:
     """
 
     def __init__(self, folder: Path, limit: int) -> None:
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise ValueError(f"shard_bytes: expected a positive integer, got {limit!r}")
         self._folder, self._limit = folder, limit
         self._kept: dict[str, Tensor] = {}
         self._file_of: dict[str, int] = {}

@@ -57,6 +57,12 @@ class Job:
         self._parts = {
             part.name: part for table in self._tables for part in self._to_quantise(table)
         }
+        head = config.spec.weights["head"][0]
+        modules = {head, *(name.rpartition(".")[0] for name in self._checkpoint.names())}
+        modules |= {part.module for parameter in parameters(config) for part in parameter.parts}
+        for pattern in recipe.skip:
+            if not any(is_named(module, (pattern,)) for module in modules):
+                raise ValueError(f"skip: expected names of modules, {pattern!r} is that of none")
         if not self._parts:
             raise ValueError("skip: expected to leave something to quantise")
         self._copied: list[str] = []  # with two dimensions or more

@@ -48,7 +48,7 @@ def quantize_(
     module: nn.Module,
     format: str,
     *,
-    skip: Sequence[str] = ("lm_head",),
+    skip: str | Sequence[str] = ("lm_head",),
     **options: Any,
 ) -> Quantized:
     """Replaces every ``nn.Linear`` below ``module`` by a quantised one, layer by layer.
@@ -59,7 +59,8 @@ def quantize_(
             :func:`ridgeline.ops.pack_int4`), "fp8" (``dynamic=False``: with it the inputs are
             quantised too) or "int8" (the inputs always are; ``seen``, of :func:`ridgeline.observe`,
             and ``threshold=6.0`` leave the columns of outliers in the layer's dtype).
-        skip: names or patterns (``*.gate``) of layers to leave: the whole name or its end.
+        skip: a name or pattern (``*.gate``) of layers to leave, or several: the whole name or its
+            end.
         options: of the format.
 
     Returns:
@@ -77,8 +78,11 @@ def quantize_(
         raise ValueError("module: expected one not optimised yet: undo(), quantise, then optimise")
     if isinstance(module, (nn.Linear, Linear)):
         raise ValueError("module: expected a tree with linear layers in it, got a linear layer")
+    skip = names_of(skip)
     layers, left, before, after = [], [], 0, 0
     seen: Observed | None = options.pop("seen", None)
+    if seen is not None and not isinstance(seen, Observed):
+        raise TypeError(f"seen: expected what ridgeline.observe gave, got {seen!r}")
     if seen is not None and format != "int8":
         raise ValueError(f'seen: expected with format "int8" only, got it with {format!r}')
     if seen is None and "threshold" in options:
@@ -111,6 +115,14 @@ def quantize_(
         before += child.weight.nbytes
         after += sum(t.nbytes for key, t in made.named_buffers() if key != "bias")
     return Quantized(tuple(layers), tuple(left), before, after)
+
+
+def names_of(skip: str | Sequence[str]) -> tuple[str, ...]:
+    """One name is not a list of its letters."""
+    names = (skip,) if isinstance(skip, str) else skip
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"skip: expected a name or a list of names, got {skip!r}")
+    return tuple(names)
 
 
 def is_named(name: str, patterns: Sequence[str]) -> bool:

@@ -50,21 +50,30 @@ class Recipe:
             if value not in allowed:
                 words = ", ".join(map(repr, allowed))
                 raise ValueError(f"{name}: expected one of {words}, got {value!r}")
-        for name, low, high in (
-            ("alpha", 0, 1),
-            ("damping", 1e-6, 1),
-            ("samples", 1, 1 << 20),
-            ("window", 16, 1 << 20),
-            ("seed", 0, 1 << 62),
+        for name, low, high, kind in (
+            ("alpha", 0, 1, float),
+            ("damping", 1e-6, 1, float),
+            ("samples", 1, 1 << 20, int),
+            ("window", 16, 1 << 20, int),
+            ("seed", 0, 1 << 62, int),
+            ("group_size", -1, 1 << 20, int),
+            ("zero_point", False, True, bool),
+            ("clip", False, True, bool),
         ):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(
-                    f"{name}: expected a number from {low} to {high}, got {getattr(self, name)}"
-                )
+            value = getattr(self, name)
+            kinds = (int, float) if kind is float else kind
+            if not isinstance(value, kinds) or (isinstance(value, bool) and kind is not bool):
+                wanted = {float: "a number", int: "an integer", bool: "a bool"}[kind]
+                raise TypeError(f"{name}: expected {wanted}, got {value!r}")
+            if not low <= value <= high:
+                raise ValueError(f"{name}: expected a number from {low} to {high}, got {value}")
         for option, value, needs in (
             ("zero_point", self.zero_point, self.scheme == "int4"),
             ("clip", self.clip, self.scheme == "int4"),
+            ("group_size", self.group_size != 128, self.scheme == "int4"),
             ("granularity", self.granularity != "row", self.scheme == "fp8"),
+            ("alpha", self.alpha != 0.5, "smoothquant" in self.method),
+            ("damping", self.damping != 0.01, "gptq" in self.method),
             ("act_order", self.act_order != "none", "gptq" in self.method),
             ("act_order group", self.act_order == "group", self.scheme == "int4"),
         ):

@@ -106,6 +106,8 @@ def smooth_(module: nn.Module, seen: Observed, *, alpha: float = 0.5) -> tuple[s
 
     Source: Xiao et al., "SmoothQuant", 2023.
     """
+    if not isinstance(seen, Observed):
+        raise TypeError(f"seen: expected what ridgeline.observe gave, got {seen!r}")
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha: expected a number from 0 to 1, got {alpha}")
     changed = []
