@@ -123,7 +123,7 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
                                      const OptionalTensor& sinks, bool causal, double scale,
                                      std::int64_t window, double softcap) {
   const Backend on(q, "q");
-  Expect(q, "q").dim(4);
+  Expect(q, "q").dim(4).float_dtype();
   Expect(k, "k").dim(4).dtype(dtype_of(q, "q")).shape({q.size(0), kAny, kAny, kAny});
   AttentionParams p = heads_of<Backend>(q, k, v, "k", "v");
   p.batch = checked_int32(q.size(0), "q: batch");
@@ -146,7 +146,7 @@ std::tuple<Tensor, Tensor> attention_varlen(const Tensor& q, const Tensor& k, co
                                             const OptionalTensor& sinks, bool causal, double scale,
                                             std::int64_t window, double softcap) {
   const Backend on(q, "q");
-  Expect(q, "q").dim(3);
+  Expect(q, "q").dim(3).float_dtype();
   Expect(k, "k").dim(3).dtype(dtype_of(q, "q"));
   Expect(cu_q, "cu_q").dim(1);
   check(cu_q.size(0) >= 1, "cu_q: expected one offset more than sequences, got shape [0]");

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import attention_reference as reference
 import ridgeline
-from op_table import Context, Error, Lazy, OpCase, Sample, full, normal, tensor, uniform
+from op_table import Context, Error, Lazy, OpCase, Sample, full, integers, normal, tensor, uniform
 
 BLOCK = 16
 
@@ -177,6 +177,9 @@ ATTENTION = OpCase(
         Error(r"k: expected dtype float32, got bfloat16",
               q=normal(1, 2, 2, 64), k=normal(1, 2, 2, 64, dtype=torch.bfloat16),
               v=normal(1, 2, 2, 64)),
+        Error(r"q: expected dtype float32 or float16 or bfloat16, got int64",
+              q=integers(0, 2, 1, 2, 2, 64, dtype=torch.int64), k=normal(1, 2, 2, 64),
+              v=normal(1, 2, 2, 64)),
         Error(r"q: expected 4 dimensions, got shape \[2, 2, 64\]",
               q=normal(2, 2, 64), k=normal(1, 2, 2, 64), v=normal(1, 2, 2, 64)),
         Error(r"q: expected the last dimension contiguous",
@@ -216,6 +219,9 @@ VARLEN = OpCase(
     errors=[
         Error(r"cu_k: expected shape \[3\], got \[2\]",
               **_qkv_packed([1, 2], [1, 2], 2, 2) | {"cu_k": tensor([0, 3], torch.int32)}),
+        Error(r"q: expected dtype float32 or float16 or bfloat16, got int8",
+              **_qkv_packed([1, 2], [1, 2], 2, 2)
+              | {"q": integers(0, 2, 3, 2, 64, dtype=torch.int8)}),
         Error(r"cu_q: expected dtype int32, got int64",
               **_qkv_packed([1, 2], [1, 2], 2, 2) | {"cu_q": tensor([0, 1, 3], torch.int64)}),
     ],
