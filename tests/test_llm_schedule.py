@@ -307,11 +307,15 @@ class RoundedToInt8(RoundedInputs):
     quantize = staticmethod(ops.quantize_int8)
 
 
-@pytest.mark.parametrize("quantization", ["int4", "fp8", "int8"])
+@pytest.mark.parametrize(
+    ("quantization", "hidden", "inner"),
+    [("int4", 128, 256), ("int4", 64, 96), ("fp8", 128, 256), ("int8", 128, 256)],
+)
 def test_quantised_weights_give_what_their_dequantised_values_give(
-    tmp_path: Path, quantization: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, quantization: str, hidden: int, inner: int
 ):
-    tiny_model.save_llama(tmp_path, hidden_size=128, intermediate_size=256)
+    """Of int4 also where 128 does not divide the columns: groups of 64 and of 32."""
+    tiny_model.save_llama(tmp_path, hidden_size=hidden, intermediate_size=inner)
     prompt = tiny_model.prompt_of(30)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
     with open_llm(tmp_path, quantization=quantization) as llm:
@@ -321,6 +325,9 @@ def test_quantised_weights_give_what_their_dequantised_values_give(
             for name in ("qkv", "output", "up", "down"):
                 linear = getattr(layer, name)
                 if quantization == "int4":
+                    assert (
+                        linear.weight.group == {128: 128, 256: 128, 64: 64, 96: 32}[linear.weight.K]
+                    )
                     same = DenseLinear(linear.weight.dequantize().float(), linear.bias)
                 else:
                     weight = linear.weight.float() * linear.scale.view(-1, 1)

@@ -42,9 +42,14 @@ MIXTRAL = LLAMA_8B | {
 }
 
 
-@pytest.mark.parametrize("quantization", [None, "int4", "fp8"])
-def test_weights_and_cache_take_what_was_predicted(tmp_path: Path, quantization: str | None):
-    tiny_model.save_llama(tmp_path, hidden_size=128, intermediate_size=256)
+@pytest.mark.parametrize(
+    ("quantization", "hidden"), [(None, 128), ("int4", 128), ("int4", 192), ("fp8", 128)]
+)
+def test_weights_and_cache_take_what_was_predicted(
+    tmp_path: Path, quantization: str | None, hidden: int
+):
+    """192 columns: groups of 64."""
+    tiny_model.save_llama(tmp_path, hidden_size=hidden, intermediate_size=2 * hidden)
     with LLM(tmp_path, device="cpu", num_blocks=9, quantization=quantization) as llm:
         lines = {line.name: line for line in llm.memory}
     weights = lines["weights"]

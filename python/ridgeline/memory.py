@@ -14,6 +14,7 @@ import torch
 from ridgeline.graphs import StepBuffers, mixed_seqs, mixed_tokens
 from ridgeline.kv_cache import KVCacheLayout
 from ridgeline.models.config import ModelConfig
+from ridgeline.models.linear import int4_group
 from ridgeline.models.weights import parameters
 from ridgeline.ops.attention import attention_workspace_bytes
 from ridgeline.roofline.machine import Roofs
@@ -25,7 +26,6 @@ CONTEXT_BYTES = 900 << 20
 _HOST_BANDWIDTH = 25e9  # bytes a second between device and pinned memory: PCIe 4, 16 lanes
 _QUANTISED = ("qkv", "output", "up", "down")
 _QUANTISED_EXPERTS = ("expert_up", "expert_down")  # but for int8
-_INT4_GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization:
         return count * dtype.itemsize
     if quantization in ("fp8", "int8"):
         return count + 4 * shape[0]
-    return count // 2 + count // _INT4_GROUP * dtype.itemsize
+    return count // 2 + count // int4_group(shape[1]) * dtype.itemsize
 
 
 def _rotary_bytes(config: ModelConfig, max_model_len: int) -> int:

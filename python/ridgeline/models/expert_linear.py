@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ridgeline import ops
+from ridgeline.models.linear import pack_int4
 from ridgeline.models.stored_linear import packed_int4
 from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, Weight, dense
 
@@ -125,7 +126,7 @@ def make_experts(
         if isinstance(weight, Tensor):
             reason = None if quantization is None else "there is no product of experts with int8"
             if quantization == "int4":
-                return _int4(ops.pack_int4(weight), experts, bias, batch_invariant), None
+                return _int4(pack_int4(weight), experts, bias, batch_invariant), None
             if quantization == "fp8":
                 return _fp8(*ops.quantize_fp8(weight, "row"), experts, bias, batch_invariant), None
         elif isinstance(weight, Expanded):

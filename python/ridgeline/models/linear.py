@@ -228,6 +228,17 @@ def _fused(
     return fused
 
 
+def int4_group(columns: int) -> int:
+    """Columns that share a scale where a weight is quantised while loading: 128, or 64 or 32 where
+    these divide them and 128 does not."""
+    return next((group for group in (128, 64) if columns % group == 0), 32)
+
+
+def pack_int4(weight: Tensor) -> ops.Int4Weight:
+    """Rounds to nearest, symmetrically."""
+    return ops.pack_int4(weight, int4_group(weight.shape[1]))
+
+
 def make_linear(
     weight: Tensor, bias: Tensor | None, *, quantization: str | None, batch_invariant: bool
 ) -> Linear:
@@ -235,7 +246,7 @@ def make_linear(
     if quantization is None:
         return DenseLinear(weight, bias, batch_invariant)
     if quantization == "int4":
-        return Int4Linear(ops.pack_int4(weight), bias, batch_invariant)
+        return Int4Linear(pack_int4(weight), bias, batch_invariant)
     if quantization == "int8":
         codes, scale = ops.quantize_int8(weight)
         return Int8Linear(codes, scale.flatten(), bias, batch_invariant)
