@@ -105,6 +105,7 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_2(tmp_path: Path, c
         (["--gpu-memory-utilization", "inf"], "gpu_memory_utilization must be in (0, 1], got inf"),
         (["--max-num-batched-tokens", "8"], "max_num_batched_tokens must be at least max_num_seqs"),
         (["--length", "0"], "length must be at least 1, got 0"),
+        (["--max-model-len", "64", "--length", "65"], "length must be at most 64 (max_model_len)"),
     ],
 )
 def test_plan_refuses_what_the_engine_does(folder: Path, capsys, arguments, message):

@@ -13,7 +13,7 @@ import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import tiny_model
-from ridgeline import ops
+from ridgeline import LLM, ops
 from ridgeline.kv_cache import KVCache, KVCacheLayout
 from ridgeline.models import linear
 from ridgeline.models.config import ModelConfig
@@ -339,6 +339,17 @@ def test_the_older_keys_of_rope_scaling_mean_the_same():
     assert ModelConfig.from_dict(old).layers == (
         ModelConfig.from_dict(minimal(rope_parameters=LLAMA3_ROPE)).layers
     )
+
+
+def test_end_of_sequence_ids_that_are_none_name_their_file(tmp_path: Path):
+    tiny_model.save_llama(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    with pytest.raises(ValueError, match=r"generation_config\.json: eos_token_id must be .* 'x'"):
+        ModelConfig.from_path(tmp_path)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9999]}')
+    (tmp_path / "model.safetensors").unlink()  # said before any weight is looked for
+    with pytest.raises(ValueError, match=r"eos_token_id must be below the vocab_size \(384\)"):
+        LLM(tmp_path, device="cpu")
 
 
 def test_end_of_sequence_ids_come_from_the_generation_config_first(tmp_path: Path):

@@ -243,6 +243,7 @@ def test_published_files_are_read(name: str):
         ("phi3", {"lm_head_bias": True}, "lm_head_bias=True"),
         ("qwen2", {"layer_types": ["full_attention"] * 3}, "layer_types must be .* of 4 layers"),
         ("qwen2", {"layer_types": ["chunked_attention"] * 4}, "layer_types must be .*'chunked"),
+        ("llama", {"num_hidden_layers": 10**9}, "num_hidden_layers must be at most 4096, got 1000"),
         ("llama", {"head_dim": 12}, "must be a multiple of 8 up to 256, got 12"),
         ("llama", {"head_dim": 264}, "must be a multiple of 8 up to 256, got 264"),
         ("llama", {"rope_theta": 0}, "rope_theta must be a positive number, got 0"),

@@ -168,6 +168,11 @@ def build(
         config = ModelConfig.from_path(folder) if gguf is None else gguf.config()
         if gguf is not None or config.stored_format is not None:
             stored = file_bytes(path or folder)
+    if any(token >= config.vocab_size for token in config.eos_token_ids):
+        raise ValueError(
+            f"eos_token_id must be below the vocab_size ({config.vocab_size}), "
+            f"got {list(config.eos_token_ids)}"
+        )
     dtype = pick_dtype(options.dtype, config, device)
     max_model_len = options.context(config)
     made = None if folder is None or gguf is not None else QuantizedCheckpoint.of_folder(folder)

@@ -72,6 +72,8 @@ def run(options: argparse.Namespace) -> None:
         stored_weights=0 if config.stored_format is None else file_bytes(folder),
     )
     plan.check()
+    if any(length > context for length in options.length):
+        raise ValueError(f"length must be at most {context} (max_model_len), got {options.length}")
     lengths = options.length or sorted({min(n, context) for n in (1024, 8192, context)})
     fits = [(length, plan.sequences(length)) for length in lengths]
     print(plan)

@@ -31,6 +31,7 @@ _ACTIVATIONS = {
     "relu": "relu",
     "silu": "silu",
 }
+_MOST_LAYERS = 4096  # a number far beyond is a broken file, and a table of that length
 _GATED_ACTIVATIONS = ("gelu", "gelu_tanh", "silu")
 
 
@@ -94,6 +95,10 @@ class ModelConfig:
         generation = folder / "generation_config.json"
         if generation.is_file():
             eos = _read_json(generation).get("eos_token_id")
+            try:
+                _token_ids(eos)
+            except ValueError as error:
+                raise ValueError(f"{generation}: {error}") from error
             values = values | ({} if eos is None else {"eos_token_id": eos})
         try:
             return cls.from_dict(values)
@@ -168,7 +173,10 @@ class ModelConfig:
 def _layers(
     values: ConfigValues, spec: Spec, head_dim: int, max_position: int
 ) -> tuple[LayerConfig, ...]:
-    windows = spec.windows(values, values.size("num_hidden_layers"))
+    count = values.size("num_hidden_layers")
+    if count > _MOST_LAYERS:
+        raise ValueError(f"num_hidden_layers must be at most {_MOST_LAYERS}, got {count}")
+    windows = spec.windows(values, count)
     scale = (values.own("query_pre_attn_scalar") or head_dim) ** -0.5
     by_depth = values.own("scale_attn_by_inverse_layer_idx")
     ropes = None
