@@ -49,6 +49,53 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+QUANTISED = {
+    "int4": ("int4_linear", None),
+    "W4A8": ("int4_linear", "fp8"),
+    "fp8": ("fp8_linear", "fp8"),
+    "int8": ("int8_linear", None),
+}
+"""Schemes of :func:`ridgeline.advise_quantization`, and W4A8: op, and the rows' ``x``."""
+WIDE = ("ridgeline", "cublas")
+
+
+def gains(rows: list[Row]) -> str:
+    """Markdown: how many times as fast as 16 bits a quantised product is, as floors predict and as
+    measured, of the last run with both. 16 bits are those of the faster of ours and cuBLAS."""
+    found: dict[str, dict[tuple[int, int, int], dict[str, Row]]] = {}
+    for row in rows:
+        kind = _kind(row)
+        if kind is not None:
+            shapes = found.setdefault(row["run"], defaultdict(dict))
+            shapes[row["K"], row["N"], row["M"]].setdefault(kind, row)
+    cells: dict[tuple[int, int, int], str] = {}  # a later run's stand for those of one before
+    for shapes in found.values():
+        for shape, by in shapes.items():
+            wide = [by[impl] for impl in WIDE if impl in by]
+            schemes = [by.get(name) for name in QUANTISED]
+            if wide and any(schemes):
+                us, floor = min(row["us"] for row in wide), wide[0]["floor_us"]
+                cells[shape] = " | ".join(
+                    "" if row is None else f"{floor / row['floor_us']:.1f}, {us / row['us']:.1f}"
+                    for row in schemes
+                )
+    lines = [f"| {K} x {N} | {M} | {cells[K, N, M]} |" for K, N, M in sorted(cells)]
+    head = f"| K x N | rows | {' | '.join(QUANTISED)} |"
+    return "\n".join(["", head, "|---" * (2 + len(QUANTISED)) + "|", *lines]) if lines else ""
+
+
+def _kind(row: Row) -> str | None:
+    """Of a product alone and with nothing fused: its scheme, or who multiplied 16 bits."""
+    if row.get("chained") is not False or {"fused", "scales"} & row.keys():
+        return None
+    if row["bench"] == "linear":
+        return row["impl"] if row["impl"] in WIDE else None
+    if row["impl"] != "ridgeline":
+        return None
+    of = (row["bench"], row.get("x"))
+    return next((name for name, known in QUANTISED.items() if known == of), None)
+
+
 WHOLE_MODELS = {
     "llm": ("case", "options", "requests", "prompt", "output", "tok_s", "ttft_ms", "itl_ms_p50",
             "itl_ms_p99", "mbu", "mfu", "seconds", "start_s", "captured_s"),
@@ -77,6 +124,7 @@ def main() -> None:
     for key in ("machine", "torch", "cuda", "commit", "date"):
         print(f"{key}: {', '.join(sorted({str(r.get(key)) for r in rows}))}")
     print(table(rows))
+    print(gains(rows))
     for bench in WHOLE_MODELS:
         print(model_table(rows, bench))
 

@@ -63,8 +63,8 @@ def advise_quantization(
     A product takes at least the longer of its bytes at the read roof and its operations at the
     roof of its unit. A quantised weight has fewer bytes; its unit may be faster too. So a scheme
     that shrinks weights alone stops paying where the products become compute-bound; one that also
-    multiplies in 8 bits does not. Kernels stay above these floors: ``benchmarks/bench_gemm.py``
-    has both side by side.
+    multiplies in 8 bits does not. Kernels stay above these floors: ``benchmarks/table.py`` prints
+    both side by side.
 
     Args:
         model_or_shapes: a module tree, of which all ``nn.Linear`` and :class:`ridgeline.nn.Linear`
