@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import tiny_model
+from published_configs import PUBLISHED
 from ridgeline import LLM
 from ridgeline.cli import main
 from ridgeline.kv_cache import KVCacheLayout
@@ -77,6 +78,17 @@ def test_weights_quantised_in_their_files_take_what_the_files_do(tmp_path: Path,
     assert main(["plan", str(tmp_path), "--gpu-memory", "40GiB"]) == 0
     weights = next(r for r in capsys.readouterr().out.splitlines() if r.startswith("weights"))
     assert float(weights.split()[1]) == 6.0
+
+
+def test_four_bit_floats_take_eight_bits(tmp_path: Path, capsys):
+    """gpt-oss-20b, whose experts have 19.1e9 of its 20.9e9 weights, whatever their files."""
+    config = PUBLISHED["gpt-oss-20b"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(bytes(100))
+    assert main(["plan", str(tmp_path), "--gpu-memory", "80GiB"]) == 0
+    weights = next(r for r in capsys.readouterr().out.splitlines() if r.startswith("weights"))
+    megabytes = float(weights.split()[1].replace(",", ""))
+    assert megabytes * 2**20 == pytest.approx(19.1e9 + 2 * 1.8e9, rel=0.01)
 
 
 def test_a_step_is_predicted_from_bytes_and_operations():

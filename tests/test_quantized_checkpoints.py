@@ -27,8 +27,8 @@ from ridgeline.models.expert_linear import (
 from ridgeline.models.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, Linear
 from ridgeline.models.loader import LoadOptions, load_decoder
 from ridgeline.models.stored_linear import BlockFp8Linear
-from ridgeline.quant.formats import Gptq
-from ridgeline.quant.stored import GroupedCodes, ScaledCodes, stack
+from ridgeline.quant.formats import Gptq, Mxfp4
+from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, stack
 from test_models import load, logits_of
 from tiny_model import one_thread  # noqa: F401
 
@@ -266,7 +266,9 @@ def e2m1(code: int) -> float:
     return -value if code & 8 else value
 
 
-def test_experts_in_four_bit_floats(tmp_path: Path):
+@pytest.mark.parametrize("apart", [True, False])
+def test_experts_in_four_bit_floats(tmp_path: Path, apart: bool):
+    """Kept as fp8, or, with exponents too far apart within a row for it, in 16 bits."""
     model = tiny_model.save_model(
         tmp_path, "gpt_oss", num_local_experts=3, num_experts_per_tok=2, head_dim=32
     )
@@ -279,21 +281,71 @@ def test_experts_in_four_bit_floats(tmp_path: Path):
         shape = (experts, rows, columns // 32)
         blocks = torch.randint(0, 256, (*shape, 16), generator=draw, dtype=torch.uint8)
         scales = torch.randint(122, 126, shape, generator=draw, dtype=torch.uint8)
+        if apart:
+            scales[0, 0, 0] = 107
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        digits = torch.stack((blocks % 16, blocks // 16), -1).flatten(-2).tolist()
-        meant = torch.tensor([[[[e2m1(d) for d in g] for g in r] for r in e] for e in digits])
-        meant = (meant * 2.0 ** (scales.float() - 127).unsqueeze(-1)).flatten(-2)
-        model.get_parameter(name).data.copy_(meant.transpose(1, 2))
+        model.get_parameter(name).data.copy_(four_bit_floats(blocks, scales).transpose(1, 2))
     save_file(tensors, path)
     tiny_model.edit_json(
         tmp_path / "config.json", quantization_config={"quant_method": "mxfp4"}, swiglu_limit=7.0
     )
-    with pytest.warns(UserWarning, match="4 matrices .* no product of experts with 4-bit floats"):
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
         decoder = load(tmp_path)
+    assert [w for w in told if "exponents of 4-bit floats" in str(w.message)] == told
+    assert len(told) == apart
+    experts = decoder.layers[0].experts
+    assert isinstance(experts.up, DenseExperts if apart else Fp8ExpertLinear)
     with torch.no_grad():
         expected = model(torch.tensor([PROMPT])).logits[0]
     actual = logits_of(decoder, PROMPT, torch.float32)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("tokens", [1, 5, 70, 600])
+def test_experts_of_weights_alone_take_inputs_as_they_are(tokens: int, device: str):
+    """bfloat16 by fp8, of gpt-oss's 2880 columns: no input is rounded to 8 bits."""
+    draw = torch.Generator().manual_seed(tokens)
+    codes = torch.randn(4 * 96, 2880, generator=draw).to(torch.float8_e4m3fn)
+    scale = 2.0 ** torch.randint(-9, -5, (4 * 96,), generator=draw)
+    weight = ScaledCodes(codes.to(device), scale.to(device), weight_only=True)
+    bias = torch.randn(4 * 96, generator=draw).bfloat16().to(device)
+    made, reason = make_experts(weight, bias, 4, torch.bfloat16, None)
+    plain, _ = make_experts(weight.dequantize(torch.bfloat16), bias, 4, torch.bfloat16, None)
+    assert isinstance(made, Fp8ExpertLinear) and isinstance(plain, DenseExperts) and not reason
+    x = torch.randn(tokens, 2880, generator=draw).bfloat16().to(device)
+    offsets = torch.tensor([0, tokens // 3, tokens // 3, tokens, tokens]).int().to(device)
+    expected = plain(x, offsets, None, None).float()
+    actual = made(x, offsets, None, None).float()
+    assert (actual - expected).norm() < 4e-3 * expected.norm()  # rounded to fp8: 26e-3
+
+
+def four_bit_floats(blocks: Tensor, scales: Tensor) -> Tensor:
+    """``[experts, rows, columns]``, of the formats' definitions, code by code."""
+    digits = torch.stack((blocks % 16, blocks // 16), -1).flatten(-2).tolist()
+    values = torch.tensor([[[[e2m1(d) for d in g] for g in r] for r in e] for e in digits])
+    return (values.double() * 2.0 ** (scales.double() - 127).unsqueeze(-1)).flatten(-2)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize(
+    ("powers", "kept"),
+    [((113, 127), True), ((34, 48), True), ((110, 125), False), ((8, 22), False)],
+    ids=["14 apart", "small", "15 apart", "scales that float32 rounds"],
+)
+def test_four_bit_floats_are_read_exactly(powers: tuple[int, int], kept: bool, device: str):
+    """Every code under both powers of a row; rows and groups of zeros, of any power."""
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(3, 2, 1).view(3, 8, 4, 16)
+    scales = torch.tensor(powers, dtype=torch.uint8)[torch.arange(96).view(3, 8, 4) % 2]
+    blocks[1, 2], blocks[2, 5, 1], scales[2, 5, 1] = 0, 0x80, 254
+    tensors = {"m_blocks": blocks.to(device), "m_scales": scales.to(device)}
+    weight = Mxfp4().read("m", 24, 128, {}, tensors.__getitem__)
+    assert isinstance(weight, ScaledCodes if kept else Expanded)
+    meant = four_bit_floats(blocks, scales).view(24, 128)
+    assert torch.equal(weight.dequantize(torch.float32).double().cpu(), meant)
+    if isinstance(weight, ScaledCodes):
+        assert weight.weight_only and weight.codes.dtype == torch.float8_e4m3fn
 
 
 @pytest.mark.parametrize("quantization, kind, bound", [

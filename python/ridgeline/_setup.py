@@ -17,7 +17,7 @@ from ridgeline._quantize.recipe import QuantizedCheckpoint
 from ridgeline._start import Starter
 from ridgeline.core import Core
 from ridgeline.kv_cache import KV_DTYPES
-from ridgeline.memory import MemoryLine, file_bytes
+from ridgeline.memory import MemoryLine, stored_bytes
 from ridgeline.models.config import DTYPES, ModelConfig
 from ridgeline.models.gguf import GgufFile, gguf_file
 from ridgeline.models.linear import QUANTIZATIONS
@@ -151,8 +151,7 @@ def build(
 ) -> Parts:
     """Checks everything that can be checked before it loads anything."""
     device = pick_device(options.device)
-    folder = gguf = None
-    stored = 0  # bytes of weights that are quantised in their files
+    folder = path = gguf = None
     if isinstance(model, Mapping):
         if options.load_format != "random":
             raise ValueError(
@@ -166,8 +165,6 @@ def build(
         gguf = None if path is None else GgufFile(path)
         folder = folder if path is None else path.parent
         config = ModelConfig.from_path(folder) if gguf is None else gguf.config()
-        if gguf is not None or config.stored_format is not None:
-            stored = file_bytes(path or folder)
     if any(token >= config.vocab_size for token in config.eos_token_ids):
         raise ValueError(
             f"eos_token_id must be below the vocab_size ({config.vocab_size}), "
@@ -186,6 +183,7 @@ def build(
             "rows: prompts with a token beyond them are refused",
             stacklevel=3,
         )
+    stored = 0 if folder is None else stored_bytes(config, path or folder, dtype)
     starter = Starter(config, options, device, dtype, max_model_len, stored)
     load = LoadOptions(
         device=device,

@@ -17,6 +17,7 @@ from ridgeline.models.config import ModelConfig
 from ridgeline.models.linear import int4_group
 from ridgeline.models.weights import parameters
 from ridgeline.ops.attention import attention_workspace_bytes
+from ridgeline.quant.formats import Mxfp4
 from ridgeline.roofline.machine import Roofs
 from ridgeline.sampler import Sampler
 
@@ -148,23 +149,38 @@ def plan_memory(
     return MemoryPlan(tuple(lines), budget, layout, num_blocks)
 
 
-def file_bytes(model: Path) -> int:
-    """Of the weights as a file, or a folder's safetensors, hold them."""
+def stored_bytes(config: ModelConfig, model: Path, dtype: torch.dtype) -> int:
+    """Of weights that are quantised in a file, or a folder's safetensors, as they are kept; 0 if
+    they are not quantised."""
+    if isinstance(config.stored_format, Mxfp4):
+        return weight_bytes(config, dtype, "fp8", _QUANTISED_EXPERTS)
     files = [model] if model.is_file() else list(model.glob("*.safetensors"))
-    return sum(file.stat().st_size for file in files)
+    quantised = model.is_file() or config.stored_format is not None
+    return sum(file.stat().st_size for file in files) if quantised else 0
 
 
-def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: str | None) -> int:
-    total = 0
-    for parameter in parameters(config):
-        total += _stored(parameter.name, parameter.shape, dtype, quantization)
-    return total
+def weight_bytes(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    quantization: str | None,
+    kinds: tuple[str, ...] | None = None,
+) -> int:
+    """``kinds``: as of :func:`_stored`."""
+    return sum(_stored(p.name, p.shape, dtype, quantization, kinds) for p in parameters(config))
 
 
-def _stored(name: str, shape: tuple[int, ...], dtype: torch.dtype, quantization: str | None) -> int:
+def _stored(
+    name: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    quantization: str | None,
+    kinds: tuple[str, ...] | None = None,
+) -> int:
+    """``kinds``: of the matrices quantised; None: those that ``quantization`` serves."""
+    if kinds is None:
+        kinds = _QUANTISED + (() if quantization == "int8" else _QUANTISED_EXPERTS)
     *_, kind, end = name.split(".")
     count = prod(shape)
-    kinds = _QUANTISED + (() if quantization == "int8" else _QUANTISED_EXPERTS)
     if quantization is None or end != "weight" or kind not in kinds or len(shape) != 2:
         return count * dtype.itemsize
     if quantization in ("fp8", "int8"):

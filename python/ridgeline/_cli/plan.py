@@ -9,7 +9,7 @@ from typing import Any
 
 from ridgeline._setup import EngineOptions
 from ridgeline.kv_cache import KV_DTYPES, KVCacheLayout
-from ridgeline.memory import file_bytes, plan_memory
+from ridgeline.memory import plan_memory, stored_bytes
 from ridgeline.models.config import DTYPES, ModelConfig
 from ridgeline.models.linear import QUANTIZATIONS
 
@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> None:
         num_blocks=None,
         on_gpu=True,
         graphs=True,
-        stored_weights=0 if config.stored_format is None else file_bytes(folder),
+        stored_weights=stored_bytes(config, folder, dtype),
     )
     plan.check()
     if any(length > context for length in options.length):

@@ -82,12 +82,14 @@ class Int4ExpertLinear:
 
 @dataclass(frozen=True)
 class Fp8ExpertLinear:
-    """fp8 weights with a scale for each output, times inputs quantised here, a scale a token."""
+    """fp8 weights with a scale for each output, times inputs as they are, or quantised here with a
+    scale a token."""
 
     weight: Tensor
     scale: Tensor
     bias: Tensor | None
     batch_invariant: bool = False
+    weight_only: bool = False
 
     @property
     def experts(self) -> int:
@@ -96,7 +98,7 @@ class Fp8ExpertLinear:
     def __call__(
         self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
     ) -> Tensor:
-        codes, x_scale = ops.quantize_fp8(x, "row")
+        codes, x_scale = (x, None) if self.weight_only else ops.quantize_fp8(x, "row")
         return ops.grouped_fp8_linear(
             codes,
             self.weight,
@@ -128,13 +130,14 @@ def make_experts(
             if quantization == "int4":
                 return _int4(pack_int4(weight), experts, bias, batch_invariant), None
             if quantization == "fp8":
-                return _fp8(*ops.quantize_fp8(weight, "row"), experts, bias, batch_invariant), None
+                codes = ScaledCodes(*ops.quantize_fp8(weight, "row"))
+                return _fp8(codes, experts, bias, batch_invariant), None
         elif isinstance(weight, Expanded):
             reason = weight.reason
         elif isinstance(weight, GroupedCodes) and weight.bits == 4:
             return _int4(packed_int4(weight, dtype), experts, bias, batch_invariant), None
         elif isinstance(weight, ScaledCodes) and _is_plain_fp8(weight):
-            return _fp8(weight.codes, weight.scale, experts, bias, batch_invariant), None
+            return _fp8(weight, experts, bias, batch_invariant), None
         else:
             reason = "there is no product of experts with 8-bit integers or scales of blocks"
     except ValueError as error:
@@ -157,11 +160,11 @@ def _int4(
 
 
 def _fp8(
-    codes: Tensor, scale: Tensor, experts: int, bias: Tensor | None, batch_invariant: bool
+    weight: ScaledCodes, experts: int, bias: Tensor | None, batch_invariant: bool
 ) -> Fp8ExpertLinear:
+    codes, scale = weight.codes, weight.scale.flatten()
     if codes.shape[1] % 16 != 0:
         raise ValueError(f"weight: expected columns divisible by 16, got {codes.shape[1]}")
-    scale = scale.flatten()
     scale = scale.expand(experts) if scale.numel() == 1 else scale.unflatten(0, (experts, -1))
     codes = codes.unflatten(0, (experts, -1))
-    return Fp8ExpertLinear(codes, scale.contiguous(), bias, batch_invariant)
+    return Fp8ExpertLinear(codes, scale.contiguous(), bias, batch_invariant, weight.weight_only)

@@ -22,7 +22,7 @@ from ridgeline.quant.layout import (
     pack_words,
     unpack_words,
 )
-from ridgeline.quant.stored import Expanded, GroupedCodes, Weight
+from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, Weight
 
 _LEAVES = "-:"  # begins a rule of GPTQModel's "dynamic" for modules that are not quantised
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column 8 j + _AWQ_ORDER[i]
@@ -246,6 +246,10 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Format:
 # ---- MXFP4 -------------------------------------------------------------------------------------
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = _FLOAT32_BIAS = 127
+_FLOAT32_MANTISSA = 23
+_E4M3_TOP, _E4M3_BOTTOM = 6, -8
+"""Powers of two by which e4m3 has each value of e2m1: up to 6 * 2**6, from 0.5 * 2**-8 on."""
 
 
 @dataclass(frozen=True)
@@ -253,7 +257,8 @@ class Mxfp4:
     """gpt-oss's experts: 4-bit floats, low nibble first, 32 columns to a power of two.
 
     The weights of all experts are one tensor ``[experts, rows, columns / 32, 16]``, not transposed
-    as they are where they are not quantised. Source: OCP, "Microscaling Formats", 2023.
+    as they are where they are not quantised. Read as e4m3 with a power of two a row: half the bytes
+    of 16 bits and the same values. Source: OCP, "Microscaling Formats", 2023.
     """
 
     ignored = ()
@@ -270,13 +275,33 @@ class Mxfp4:
 
     def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
         blocks, scales = get(f"{module}_blocks"), get(f"{module}_scales")
-        positive = torch.tensor(_E2M1, dtype=torch.float32, device=blocks.device)
-        values = torch.cat((positive, -positive))
-        nibbles = torch.stack((blocks & 15, blocks >> 4), -1).flatten(-2)
-        # Each expert by itself: as indices, codes take 16 times their bytes.
-        expanded = [
-            torch.ldexp(values[codes.int()], exponents.int().unsqueeze(-1) - 127).bfloat16()
-            for codes, exponents in zip(nibbles, scales)
-        ]
-        weight = torch.stack(expanded).view(N, K)
-        return Expanded(weight, "there is no product of experts with 4-bit floats")
+        values = torch.tensor(_E2M1, dtype=torch.float32, device=blocks.device)
+        values = torch.cat((values, -values))
+        exponents = scales.int() - _E8M0_BIAS
+        of_rows = _row_exponents(blocks, exponents)
+        if of_rows is not None:
+            exponents = (exponents - of_rows).clamp(max=_E4M3_TOP)  # beyond are groups of zeros
+        dtype = torch.bfloat16 if of_rows is None else torch.float8_e4m3fn
+        made = torch.empty((len(blocks), N // len(blocks), K), dtype=dtype, device=blocks.device)
+        for i, (words, powers) in enumerate(zip(blocks, exponents)):  # as indices codes take much
+            codes = torch.stack((words & 15, words >> 4), -1).flatten(-2).int()
+            made[i] = torch.ldexp(values[codes], powers.unsqueeze(-1)).flatten(-2).to(dtype)
+        if of_rows is None:
+            return Expanded(made.view(N, K), "exponents of 4-bit floats are too far apart in a row")
+        scale = ((of_rows + _FLOAT32_BIAS) << _FLOAT32_MANTISSA).view(torch.float32)
+        return ScaledCodes(made.view(N, K), scale.flatten(), weight_only=True)
+
+
+def _row_exponents(blocks: Tensor, exponents: Tensor) -> Tensor | None:
+    """``[experts, rows, 1]``, the power of two of each row's scale with which its values are e4m3,
+    exactly: largest and smallest exponent are 14 apart at most. None: of some row they are not.
+
+    Args:
+        blocks: ``[experts, rows, groups, 16]``. exponents: ``[experts, rows, groups]``.
+    """
+    no_zeros = ((blocks & 0x77) != 0).any(-1)  # a group of zeros may have any exponent
+    high = exponents.masked_fill(~no_zeros, -_E8M0_BIAS).amax(-1, keepdim=True)
+    high = torch.where(no_zeros.any(-1, keepdim=True), high, _E4M3_TOP)
+    low = torch.where(no_zeros, exponents, high).amin(-1, keepdim=True)
+    fits = (high - low <= _E4M3_TOP - _E4M3_BOTTOM) & (high > -100) & (high <= _E8M0_BIAS)
+    return high - _E4M3_TOP if bool(fits.all()) else None

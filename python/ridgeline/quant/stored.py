@@ -55,11 +55,13 @@ class ScaledCodes:
         codes: float8_e4m3fn or int8 ``[N, K]``.
         scale: float32; ``[1]``, ``[N]``, or one a block: ``[ceil(N / b0), ceil(K / b1)]``.
         block: ``(b0, b1)`` where blocks have scales.
+        weight_only: the format means inputs of 16 bits, not of 8.
     """
 
     codes: Tensor
     scale: Tensor
     block: tuple[int, int] | None = None
+    weight_only: bool = False
 
     def rows(self, index: Tensor) -> ScaledCodes | Expanded:
         if self.block is not None:
