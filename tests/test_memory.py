@@ -8,16 +8,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import quantized_files
 import tiny_model
 from published_configs import PUBLISHED
 from ridgeline import LLM
 from ridgeline.cli import main
 from ridgeline.kv_cache import KVCacheLayout
-from ridgeline.memory import plan_memory, step_cost, weight_bytes
+from ridgeline.memory import kept_weights, plan_memory, step_cost, weight_bytes
 from ridgeline.models.config import ModelConfig
 from ridgeline.roofline.machine import Roofs
+from test_models import load
 from tiny_model import one_thread  # noqa: F401
 
+SHAPE = {"hidden_size": 128, "intermediate_size": 256}
 LLAMA_8B = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -103,6 +106,31 @@ def test_a_step_is_predicted_from_bytes_and_operations():
     assert pair_us == pytest.approx(32 * 4 * 4096 / 750e6, rel=0.01)
     assert cost["token_us"] == pytest.approx(2 * 6.98e9 / 750e6, rel=0.01)
     assert step_cost(config, layout, torch.bfloat16, None, None) == {}
+
+
+def test_a_step_reads_weights_as_their_files_had_them(tmp_path: Path):
+    """Not what they would take in 16 or 32 bits: a step would beat its own floor."""
+    fixed, read = [], []
+    for name, save in (
+        ("dense", lambda folder: tiny_model.save_llama(folder, **SHAPE)),
+        ("awq", lambda folder: quantized_files.save(folder, quantized_files.awq())),
+    ):
+        save(tmp_path / name)
+        trace = tmp_path / f"{name}.jsonl"
+        with LLM(tmp_path / name, device="cpu", num_blocks=9, trace=trace) as llm:
+            head = llm._parts.runner._model.head.weight.nbytes
+        start = json.loads(trace.read_text().splitlines()[0])
+        fixed.append(start["settings"]["cost"]["fixed_us"])
+        read.append(kept_weights(load(tmp_path / name))[0])
+    # Half a byte a weight, and of each 32 a scale in float32 and a zero point; 4 bytes a weight.
+    assert read[1] / read[0] == pytest.approx((0.5 + 4 / 32 + 1 / 32) / 4, rel=0.01)
+    assert fixed[1] / fixed[0] == pytest.approx((read[1] + head) / (read[0] + head), rel=0.01)
+
+
+def test_the_unit_that_multiplies_is_that_of_the_weights(tmp_path: Path):
+    tiny_model.save_llama(tmp_path, **SHAPE)
+    for quantization, unit in ((None, "bf16"), ("int4", "bf16"), ("fp8", "fp8"), ("int8", "int8")):
+        assert kept_weights(load(tmp_path, quantization=quantization))[1] == unit
 
 
 def test_of_experts_a_token_needs_few():

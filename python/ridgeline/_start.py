@@ -15,7 +15,14 @@ from ridgeline.kv_cache import (
     blocks_for_cuda,
     host_memory,
 )
-from ridgeline.memory import MemoryLine, MemoryPlan, plan_memory, step_cost, tensor_bytes
+from ridgeline.memory import (
+    MemoryLine,
+    MemoryPlan,
+    kept_weights,
+    plan_memory,
+    step_cost,
+    tensor_bytes,
+)
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder
 from ridgeline.roofline.machine import Roofs, measure_roofs
@@ -61,6 +68,7 @@ class Starter:
         self._device = device
         self._dtype = dtype
         self._max_model_len = max_model_len
+        self._stored = stored_weights > 0
         self._layout = KVCacheLayout.of(config, options.block_size, options.kv_cache_dtype, dtype)
         self._on_gpu = device.type == "cuda"
         self._use_graphs = self._on_gpu and not options.enforce_eager
@@ -112,7 +120,10 @@ class Starter:
         host_blocks = swap_blocks(layout, options.swap_space)
         graph_bytes = taken.get("graph pool", self.plan.predicted("graph pool"))
         runner = self._make(decoder, num_blocks, context, host_blocks, graph_bytes)
-        cost = step_cost(self._config, layout, self._dtype, options.quantization, self._roofs)
+        cost = step_cost(
+            *(self._config, layout, self._dtype, options.quantization, self._roofs),
+            kept=kept_weights(decoder) if self._stored else None,
+        )
         if cost and self._use_graphs:
             cost["sizes"] = mixed_tokens(options.max_num_batched_tokens)
             cost["sized_seqs"] = mixed_seqs(options.max_num_seqs)[-1]

@@ -14,6 +14,7 @@ import torch
 from ridgeline.graphs import StepBuffers, mixed_seqs, mixed_tokens
 from ridgeline.kv_cache import KVCacheLayout
 from ridgeline.models.config import ModelConfig
+from ridgeline.models.decoder import Decoder
 from ridgeline.models.linear import int4_group
 from ridgeline.models.weights import parameters
 from ridgeline.ops.attention import attention_workspace_bytes
@@ -206,14 +207,34 @@ def _activations(config: ModelConfig, size: int, tokens: int, rows: int, workspa
     return max(attention, mlp, logits)
 
 
+def kept_weights(decoder: Decoder) -> tuple[float, str]:
+    """Of the layers' matrices as they are kept: the bytes that a step of one token reads, and the
+    unit that multiplies."""
+    config, read = decoder.config, 0.0
+    for layer in decoder.layers:
+        read += tensor_bytes([layer.qkv, layer.output, layer.up, layer.down])
+        if layer.experts is not None:
+            share = config.experts_per_token / config.num_experts
+            read += share * tensor_bytes([layer.experts.up, layer.experts.down])
+    first = decoder.layers[0]
+    up = first.up if first.experts is None else first.experts.up
+    assert up is not None
+    return read, up.unit
+
+
 def step_cost(
     config: ModelConfig,
     layout: KVCacheLayout,
     dtype: torch.dtype,
     quantization: str | None,
     roofs: Roofs | None,
+    *,
+    kept: tuple[float, str] | None = None,
 ) -> dict[str, Any]:
-    """The arguments of ``engine.StepCost`` on a machine with these roofs; empty: not known."""
+    """The arguments of ``engine.StepCost`` on a machine with these roofs; empty: not known.
+
+    ``kept``: of :func:`kept_weights`; None: as ``dtype`` and ``quantization`` make them.
+    """
     if roofs is None:
         return {}
     head = config.vocab_size * config.hidden_size
@@ -226,7 +247,10 @@ def step_cost(
             matrices += share * prod(parameter.shape)
             read += share * _stored(parameter.name, parameter.shape, dtype, quantization)
     plain = roofs.flops.get("bf16", roofs.flops["fp32"])
-    rate = roofs.flops.get(quantization or "", plain)  # of int4 bf16's
+    unit = quantization or ""  # of int4 that of bf16
+    if kept is not None:
+        read, unit = kept
+    rate = roofs.flops.get(unit, plain)
     row = layout.block_bytes / layout.block_size / layout.num_layers
     windows = Counter(layer.window or 0 for layer in config.layers)
     return {

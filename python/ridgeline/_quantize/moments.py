@@ -59,6 +59,7 @@ class _Watched:
     moments: Moments
 
     folded_rows = 0
+    unit = "bf16"
     codes = None
 
     def __call__(
@@ -78,6 +79,8 @@ class _Watched:
 class _WatchedExperts:
     linear: ExpertLinear
     moments: list[Moments]
+
+    unit = "bf16"
 
     @property
     def experts(self) -> int:

@@ -23,6 +23,11 @@ class ExpertLinear(Protocol):
     @property
     def experts(self) -> int: ...
 
+    @property
+    def unit(self) -> str:
+        """As of :class:`ridgeline.models.linear.Linear`."""
+        ...
+
     def __call__(
         self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
     ) -> Tensor: ...
@@ -35,6 +40,8 @@ class DenseExperts:
     weight: Tensor
     bias: Tensor | None
     batch_invariant: bool = False
+
+    unit = "bf16"
 
     @property
     def experts(self) -> int:
@@ -61,6 +68,8 @@ class Int4ExpertLinear:
     weight: ops.Int4Experts
     bias: Tensor | None
     batch_invariant: bool = False
+
+    unit = "bf16"
 
     @property
     def experts(self) -> int:
@@ -94,6 +103,10 @@ class Fp8ExpertLinear:
     @property
     def experts(self) -> int:
         return len(self.weight)
+
+    @property
+    def unit(self) -> str:
+        return "bf16" if self.weight_only else "fp8"
 
     def __call__(
         self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None

@@ -35,6 +35,11 @@ class Linear(Protocol):
         ...
 
     @property
+    def unit(self) -> str:
+        """Of :class:`ridgeline.roofline.machine.Roofs`: who multiplies many rows."""
+        ...
+
+    @property
     def codes(self) -> OutQuant | None:
         """What ``x`` may be instead, as ``Codes``: else it would be quantised here."""
         ...
@@ -58,6 +63,7 @@ class DenseLinear:
     batch_invariant: bool = False
 
     folded_rows = 8
+    unit = "bf16"
     codes = None
 
     def __call__(
@@ -82,6 +88,7 @@ class Int4Linear:
     batch_invariant: bool = False
 
     folded_rows = 8
+    unit = "bf16"
     codes = None
 
     def __call__(
@@ -108,6 +115,7 @@ class Fp8Linear:
     batch_invariant: bool = False
 
     folded_rows = 8
+    unit: ClassVar[str] = "fp8"
     codes: ClassVar[OutQuant] = "fp8"
 
     def _product(self, x: Codes, **fused: Any) -> Tensor:
@@ -178,6 +186,7 @@ class Fp8Linear:
 class Int8Linear(Fp8Linear):
     """int8 weights with a scale for each output, times inputs quantised here, a scale a token."""
 
+    unit: ClassVar[str] = "int8"
     codes: ClassVar[OutQuant] = "int8"
 
     def adds(self, rows: int) -> bool:

@@ -28,6 +28,7 @@ class BlockFp8Linear:
     batch_invariant: bool = False
 
     folded_rows = 8
+    unit = "fp8"
     codes = None
 
     def __call__(
