@@ -215,8 +215,40 @@ def test_tensors_that_do_not_fit_the_format_are_all_listed(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
+    ("file", "end", "dtype", "message"),
+    [
+        (quantized_files.awq(), "qweight", torch.int64, "expected I32, got I64"),
+        (quantized_files.awq(), "scales", torch.int64, "expected a floating dtype, got I64"),
+        (quantized_files.gptq(order=True), "g_idx", torch.float32, "expected I32, got F32"),
+        (FORMATS[-1], "SCB", torch.int32, "expected a floating dtype, got I32"),
+    ],
+)
+def test_codes_of_another_dtype_are_refused(
+    tmp_path: Path, file: FileFormat, end: str, dtype: torch.dtype, message: str
+):
+    quantized_files.save(tmp_path, file)
+    path, name = tmp_path / "model.safetensors", f"model.layers.1.mlp.up_proj.{end}"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].to(dtype)}, path)
+    with pytest.raises(ValueError, match=f"wrong dtype: {name}: {message}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("group", [-5, 4])
+def test_groups_that_are_not_there_are_refused(tmp_path: Path, group: int):
+    quantized_files.save(tmp_path, quantized_files.gptq(order=True))
+    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.g_idx"
+    tensors = load_file(path)
+    tensors[name][7] = group
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=f"{name}: expected groups from 0 to 3, got .*{group}"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
+        ({"quant_method": "gptq", "dynamic": [1]}, r"dynamic must map patterns, got \[1\]"),
         ({"quant_method": "aqlm"}, "quant_method must be one of awq, .*mxfp4, got 'aqlm'"),
         ({}, "got None"),
         ({"quant_method": "gptq", "bits": 3}, r"bits must be one of 4, 8, got 3"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.models.config import ModelConfig
-from ridgeline.quant.layout import TensorInfo
+from ridgeline.quant.layout import TensorInfo, wrong_dtype
 from ridgeline.quant.stored import Weight
 
 _INDEX = "model.safetensors.index.json"
@@ -204,14 +204,14 @@ class Checkpoint:
             self._stored[name] = TensorInfo(tuple(header.get_shape()), str(header.get_dtype()))
 
     def check(self) -> None:
-        """All that is missing, left over or of a wrong shape, in one error."""
+        """All that is missing, left over or of a wrong shape or dtype, in one error."""
         parts = [part for parameter in parameters(self._config) for part in parameter.parts]
         expected: dict[str, tuple[int, ...]] = {}
         for part in parts:
             expected |= self._layout(part) or {part.name: part.shape}
         problems = [f"missing: {name} {list(shape)}" for name, shape in expected.items()
                     if name not in self._stored]  # fmt: skip
-        for name, (shape, _) in self._stored.items():
+        for name, (shape, dtype) in self._stored.items():
             if name not in expected:
                 if not self._may_be_left_over(name) and not self._is_zero_bias(name):
                     problems.append(f"not part of the architecture: {name}")
@@ -219,6 +219,8 @@ class Checkpoint:
                 problems.append(
                     f"wrong shape: {name}: expected {list(expected[name])}, got {list(shape)}"
                 )
+            elif (wanted := wrong_dtype(name, dtype)) is not None:
+                problems.append(f"wrong dtype: {name}: expected {wanted}, got {dtype}")
         for part in parts:
             plain = self._layout(part) is None and part.name in self._stored
             if plain and self._stored[part.name].dtype not in _FLOATS:

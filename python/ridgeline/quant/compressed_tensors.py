@@ -17,6 +17,7 @@ from ridgeline.quant.layout import (
     Stored,
     TensorInfo,
     block_of,
+    checked_groups,
     pack_words,
     unpack_words,
 )
@@ -66,7 +67,11 @@ class CompressedTensors:
             zeros = unpack_words(words, self.bits)[:, :N]
         if f"{module}.weight_g_idx" in stored:
             index = get(f"{module}.weight_g_idx")
-            index = None if bool((index < 0).any()) else index  # -1: in order
+            if bool((index == -1).all()):  # in order
+                index = None
+            else:
+                groups = stored[f"{module}.weight_scale"].shape[-1]
+                index = checked_groups(f"{module}.weight_g_idx", index, groups)
         return GroupedCodes(
             q=unpack_words(get(f"{module}.weight_packed"), self.bits)[:, :K].contiguous(),
             scales=get(f"{module}.weight_scale").t(),

@@ -18,6 +18,7 @@ from ridgeline.quant.layout import (
     ScaledFormat,
     Stored,
     block_of,
+    checked_groups,
     one_of,
     pack_words,
     unpack_words,
@@ -140,7 +141,9 @@ class Gptq:
 
     def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
         zeros = unpack_words(get(f"{module}.qzeros"), self.bits)
-        index = get(f"{module}.g_idx") if f"{module}.g_idx" in stored else None
+        index, name = None, f"{module}.g_idx"
+        if name in stored:
+            index = checked_groups(name, get(name), len(zeros))
         return GroupedCodes(
             q=unpack_words(get(f"{module}.qweight").t(), self.bits),
             scales=get(f"{module}.scales"),
@@ -155,7 +158,10 @@ def _gptq(config: Mapping[str, Any]) -> Format:
     bits = one_of(config, "bits", (4, 8), 4)
     layout = one_of(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
     # Rules that leave modules as they were say what the file's tensors say.
-    changes = [rule for rule in config.get("dynamic") or {} if not rule.startswith(_LEAVES)]
+    rules = config.get("dynamic") or {}
+    if not isinstance(rules, Mapping):
+        raise ValueError(f"quantization_config: dynamic must map patterns, got {rules!r}")
+    changes = [rule for rule in rules if not rule.startswith(_LEAVES)]
     if changes:
         raise ValueError(
             f"quantization_config: dynamic: other settings for some modules ({changes[0]!r}) are "

@@ -48,6 +48,31 @@ class Format(Protocol):
     def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight: ...
 
 
+_CODES = {
+    "I32": (".qweight", ".qzeros", ".weight_packed", ".weight_zero_point"),
+    "U8": ("_blocks", "_scales"),
+}
+_FLOATING = (".scales", ".weight_scale", ".weight_scale_inv", ".SCB")
+
+
+def wrong_dtype(name: str, dtype: str) -> str | None:
+    """What the dtype of a tensor in :meth:`Format.layout` should be, if it is another."""
+    for wanted, ends in _CODES.items():
+        if name.endswith(ends) and dtype != wanted:
+            return wanted
+    if name.endswith(_FLOATING) and not dtype.startswith(("F", "BF")):
+        return "a floating dtype"
+    return "I32" if name.endswith("g_idx") and dtype not in ("I32", "I64") else None
+
+
+def checked_groups(name: str, index: Tensor, groups: int) -> Tensor:
+    """The group of each column; ValueError if there are not so many."""
+    if index.numel() and not (0 <= int(index.min()) and int(index.max()) < groups):
+        got = f"{int(index.min())} to {int(index.max())}"
+        raise ValueError(f"{name}: expected groups from 0 to {groups - 1}, got {got}")
+    return index
+
+
 def one_of(config: Mapping[str, Any], key: str, allowed: Sequence[Any], default: Any) -> Any:
     value = config.get(key, default)
     if value not in allowed:
