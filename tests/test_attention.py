@@ -255,24 +255,43 @@ def test_heads_of_64_before_many_keys(block: int, longest: int, options: dict) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dim", [72, 128])  # of 128 columns, some of them padded
-def test_full_attention_before_many_keys(dim: int) -> None:
-    """Tiles of 192 queries and 80 keys, with rows of no sequence and of no warpgroup."""
-    q_lens, k_lens = [385, 0, 100, 577], [2300, 40, 81, 1]
+@pytest.mark.parametrize(
+    "causal, k_lens", [(False, [2300, 40, 81, 1]), (True, [4100, 40, 600, 577])]
+)
+def test_tiles_of_192_queries_of_head_size_128(causal: bool, k_lens: list[int], dim: int) -> None:
+    """Of 80 keys; with rows of no sequence and of no warpgroup, and keys that some do not see."""
+    q_lens = [385, 0, 100, 577]
     cu_q, cu_k = (torch.tensor([0, *lens]).cumsum(0).tolist() for lens in (q_lens, k_lens))
     q = normal("cuda", cu_q[-1], HEADS, dim)
     k, v = (normal("cuda", cu_k[-1], KV_HEADS, dim, seed=s) for s in (1, 2))
     out, lse = ops.attention_varlen(
-        q, k, v, ints("cuda", cu_q), ints("cuda", cu_k), 577, 2300, causal=False, return_lse=True
-    )
+        q, k, v, ints("cuda", cu_q), ints("cuda", cu_k), 577, max(k_lens), causal=causal,
+        return_lse=True,
+    )  # fmt: skip
     for b in (0, 2, 3):
         rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
         exact = reference.one_sequence(
-            q[rows].double(), k[keys].double(), v[keys].double(), causal=False
+            q[rows].double(), k[keys].double(), v[keys].double(), causal=causal
         )
-        rounded, _ = reference.one_sequence(q[rows], k[keys], v[keys], causal=False)
+        rounded, _ = reference.one_sequence(q[rows], k[keys], v[keys], causal=causal)
         bound = competitor_bound(rounded, exact[0], torch.bfloat16)
         assert_close(out[rows], exact[0], bound, f"out of sequence {b}")
         assert_close(lse[:, rows], exact[1], 1e-4, f"lse of sequence {b}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [16, 64])
+def test_long_prompts_of_head_size_128(block: int) -> None:
+    """Over block tables, too, in tiles of 80 keys, so with the bits of contiguous keys."""
+    lengths, q_lens = [6100, 90], [6000, 50]
+    paged = Paged("cuda", lengths, block, math.nan, 128)
+    cu_q, cu_k = ([0, *torch.tensor(n).cumsum(0).tolist()] for n in (q_lens, lengths))
+    q = normal("cuda", cu_q[-1], HEADS, 128)
+    contiguous = ops.attention_varlen(
+        q, torch.cat(paged.k), torch.cat(paged.v), ints("cuda", cu_q), ints("cuda", cu_k),
+        6000, 6100, return_lse=True,
+    )  # fmt: skip
+    assert same(paged.run(q, cu_q), contiguous)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -589,17 +608,18 @@ def test_each_route_runs_alone(q_len: int, shared: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
-    "dim, max_k, causal",  # each takes a tile of its own on Hopper, by the bound of the lengths
-    [(64, 500, True), (64, 9000, True), (128, 500, True), (128, 2000, False), (256, 500, True)],
-)
+    "dim, max_k, causal",  # a tile of prompts each on Hopper, chosen by the lengths' bound
+    [(64, 500, True), (64, 9000, True), (128, 500, True), (128, 2000, False), (128, 5000, True),
+     (256, 500, True)],
+)  # fmt: skip
 def test_each_tile_of_prompts_runs_alone(dim: int, max_k: int, causal: bool) -> None:
     """Sequences that end within tiles, and rows that see fewer tiles than others, or none: small,
     and no reference. compute-sanitizer watches how warpgroups meet."""
-    lengths = [(200, 330), (70, 70), (3, 0), (65, 129)]
+    lengths = [(400, 530), (70, 70), (3, 0), (65, 129)]  # 512 queries would be a chunk
     cu_q, cu_k = ([0, *torch.tensor(n).cumsum(0).tolist()] for n in zip(*lengths))
     q = normal("cuda", cu_q[-1], 4, dim)
     k, v = (normal("cuda", cu_k[-1], KV_HEADS, dim) for _ in range(2))
-    bounds = ints("cuda", cu_q), ints("cuda", cu_k), 200, max_k
+    bounds = ints("cuda", cu_q), ints("cuda", cu_k), 400, max_k
     first = ops.attention_varlen(q, k, v, *bounds, causal=causal)
     assert isinstance(first, Tensor) and first.isfinite().all()
     assert torch.equal(first, ops.attention_varlen(q, k, v, *bounds, causal=causal))

@@ -16,11 +16,15 @@ bool is_short(const AttentionParams& p) {
   return p.max_k <= (p.block_tables == nullptr ? 4096 : 8192);
 }
 
-/// Whether each query sees all of so many contiguous keys that 192 of head size 128 beat 128. H200,
-/// 16k tokens, 16 heads, us by 128 and by 192: 1.5k keys 388 and 370, 2k 526 and 510, 3k 730 and 670,
-/// 4k 1014 and 960, 16k 3885 and 3687; 1k 247 and 276; causal, 2k 299 and 307, 4k 543 and 540.
+/// Whether queries see so many keys that 192 of head size 128 beat 128. H200, 16k tokens, 16 heads,
+/// us by 128 and by 192: full, 1k keys 247 and 276, 1.5k 388 and 370, 2k 526 and 510, 4k 1014 and
+/// 960, 16k 3885 and 3687; causal, 2.5k 280 and 288, 3k 377 and 359, 4k 505 and 485, 8k 961 and 889,
+/// 16k 1868 and 1726. One paged prompt, 32 heads: 4k 222 and 221, 8k 961 and 923, 16k 3745 and 3604;
+/// but 2k queries behind 30k keys 1776 and 1864. Block tables may be wider than prompts are long.
 bool sees_many(const AttentionParams& p) {
-  return !p.causal && p.window == 0 && p.block_tables == nullptr && p.max_k >= 1536;
+  if (p.window > 0) return false;
+  if (p.block_tables != nullptr) return p.causal && p.max_q >= 6000;
+  return p.max_k >= (p.causal ? 3000 : 1536);
 }
 
 template <class Tile>

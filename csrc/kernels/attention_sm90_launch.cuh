@@ -19,13 +19,15 @@ constexpr int kSequences = device::kWarpSize;   // side by side at most: one a l
 /// have no tail to fear, and then two works an SM are enough, or four of 192 queries: more would
 /// first ask memory for all keys at once and later for none. H200, full, 1024 keys, head size 128:
 /// 504 TFLOP/s with as many as fit, 524 with two; 192 queries, 2k, 4k, 8k and 16k keys, us with two
-/// and with four: 528, 981, 1898, 3708 and 515, 966, 1877, 3687.
+/// and with four: 528, 981, 1898, 3708 and 515, 966, 1877, 3687. Causal, with 4k, 8k and 16k keys,
+/// twice as many as fit are better: 497, 908, 1762 and 485, 889, 1726.
 template <class Tile>
 void set_order(const AttentionParams& p, Launch& launch) {
   const std::int64_t keys = p.cu_k ? ceil_div<std::int64_t>(p.total_k, p.batch) : p.max_k;
   const std::int64_t bytes = 4 * std::max<std::int64_t>(keys, 1) * p.head_dim;  // of one KV head
   const std::int64_t group = p.heads / p.kv_heads;
-  std::int64_t pairs = std::max<std::int64_t>(kCacheBytes / bytes, 1);
+  const bool doubles = p.causal && Tile::kQueries == 192 && Tile::kSize == 128 && keys >= 4096;
+  std::int64_t pairs = std::max<std::int64_t>((doubles ? 2 : 1) * kCacheBytes / bytes, 1);
   if (!p.causal) {
     const std::int64_t works = group * ceil_div(p.max_q, Tile::kQueries);
     const std::int64_t together = (Tile::kQueries > 128 ? 4 : 2) * device::multiprocessors();
