@@ -84,9 +84,15 @@ class Paged:
         )  # fmt: skip
 
     def check(
-        self, q: Tensor, cu_q: list[int], result: tuple[Tensor, Tensor], **options: Any
+        self,
+        q: Tensor,
+        cu_q: list[int],
+        result: tuple[Tensor, Tensor],
+        beside: int = 0,
+        **options: Any,
     ) -> None:
-        """Each sequence of a call's result: near the reference, and with the bits it has alone."""
+        """Each sequence of a call's result: near the reference, and with the bits it has alone, or
+        beside another of so many queries."""
         out, lse = result
         for b, (begin, end) in enumerate(zip(cu_q, cu_q[1:])):
             rows, own = q[begin:end], (out[begin:end], lse[:, begin:end])
@@ -102,12 +108,14 @@ class Paged:
             bound = competitor_bound(rounded, exact[0], torch.bfloat16)
             assert_close(own[0], exact[0], bound, f"out of sequence {b}")
             assert_close(own[1], exact[1], 1e-4, f"lse of sequence {b}")
+            count, which = end - begin, [b, b] if beside else [b]
             alone = ops.paged_attention(
-                rows, self.k_cache, self.v_cache, self.tables[b : b + 1],
-                self.seq_lens[b : b + 1], ints(str(q.device), [0, end - begin]), return_lse=True,
-                max_q=end - begin, **options,
+                torch.cat([rows, rows.new_zeros(beside, *rows.shape[1:])]), self.k_cache,
+                self.v_cache, self.tables[which], self.seq_lens[which],
+                ints(str(q.device), [0, count, count + beside][: len(which) + 1]), return_lse=True,
+                max_q=max(count, beside), **options,
             )  # fmt: skip
-            assert same(own, alone), f"sequence {b}"
+            assert same(own, (alone[0][:count], alone[1][:, :count])), f"sequence {b}"
 
 
 @pytest.mark.parametrize("device", DEVICES)

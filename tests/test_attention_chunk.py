@@ -31,7 +31,8 @@ def on_gpu(options: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_chunks_beside_decodes(block: int, options: dict[str, Any]) -> None:
-    """By the reference, in a workspace of NaN; the same twice, and each sequence alone."""
+    """By the reference, in a workspace of NaN; the same twice, and each sequence beside one other;
+    one query alone."""
     options = on_gpu(options)
     paged = Paged("cuda", KEYS, block, math.nan, DIM, KV_HEADS)
     cu_q = offsets(Q_LENS)
@@ -43,7 +44,26 @@ def test_chunks_beside_decodes(block: int, options: dict[str, Any]) -> None:
     out, lse = paged.run(q, cu_q, workspace=space, **options)
     assert same((out, lse), paged.run(q, cu_q, **options))
     assert not out[cu_q[-1] :].any() and (lse[:, cu_q[-1] :] == -math.inf).all()
-    paged.check(q, cu_q, (out, lse), **options)
+    paged.check(q, cu_q, (out, lse), beside=40, **options)
+    alone = ops.paged_attention(
+        q[17:18], paged.k_cache, paged.v_cache, paged.tables[1:2], paged.seq_lens[1:2],
+        return_lse=True, **options,
+    )  # fmt: skip
+    assert same((out[17:18], lse[:, 17:18]), alone)
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize("dim", [64, 128])
+def test_chunks_and_decodes_run_side_by_side(dim: int) -> None:
+    """One query, rows of the chunk's kernel, a chunk in segments, no keys; rows of no sequence."""
+    q_lens, k_lens = [1, 5, 130, 2, 1], [300, 40, 1100, 0, 90]
+    q = normal("cuda", sum(q_lens) + 3, HEADS, dim)
+    k, v = (normal("cuda", sum(k_lens), KV_HEADS, dim) for _ in range(2))
+    bounds = ints("cuda", offsets(q_lens)), ints("cuda", offsets(k_lens)), 130, 2100
+    first, again = (ops.attention_varlen(q, k, v, *bounds, return_lse=True) for _ in range(2))
+    assert first[0].isfinite().all() and not first[0][-3:].any()
+    assert same(first, again)
 
 
 @pytest.mark.gpu
@@ -113,6 +133,16 @@ def test_explain_names_segments() -> None:
     assert not segments(explained(48, 5000, batch_invariant=True))
     assert not segments(explained(48, 5000, scale=-1.0))
 
+    paged = Paged("cuda", [5000, 300], 64, 0.0, DIM, KV_HEADS)
+    mixed = ridgeline.explain(
+        "paged_attention", normal("cuda", 49, HEADS, DIM), paged.k_cache, paged.v_cache,
+        paged.tables, paged.seq_lens, ints("cuda", [0, 48, 49]), max_q=49,
+        counters=ints("cuda", [0] * (2 * KV_HEADS + 2)),
+    )  # fmt: skip
+    kernels = ("decode_sm90", "prefill_sm90", "merge_chunks")
+    assert len(mixed.kernels) == 3
+    assert all(name in kernel.name for name, kernel in zip(kernels, mixed.kernels))
+
 
 def test_workspace_of_chunks_is_bounded() -> None:
     def size(batch: int, max_q: int, max_k: int = 32768) -> int:
@@ -120,8 +150,9 @@ def test_workspace_of_chunks_is_bounded() -> None:
 
     few = size(1, 16)
     chunk = 16 * 32 * 129 * 4  # segments, heads, columns and lse
-    assert size(1, 17) == max(few, 17 * chunk) + 16
-    most = max(few, 512 * chunk) + 16
+    decode = 32 * 8 * 8 * 130 * 4  # splits, KV heads, rows, columns and ends
+    assert size(1, 17) == max(few, 17 * chunk + decode) + 16
+    most = max(few, 512 * chunk + decode) + 16
     assert size(1, 512) == size(1, 8192) == most, "many queries are not cut, and few may be there"
-    assert size(4, 128) == size(4, 8192) == max(4 * few, 512 * chunk) + 16
+    assert size(4, 128) == size(4, 8192) == max(4 * few, 512 * chunk + 4 * decode) + 16
     assert size(1, 8192, 1024) == size(1, 16, 1024) + 16, "few keys are not cut"

@@ -2,7 +2,7 @@
 #include <cmath>
 
 #include "bindings/backend.h"
-#include "kernels/attention_config.h"
+#include "kernels/attention_workspace.h"
 
 namespace ridgeline::bindings {
 

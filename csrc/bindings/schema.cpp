@@ -3,7 +3,7 @@
 #include "bindings/gemm_plan.h"
 #include "bindings/tensor.h"
 #include "build_info.h"
-#include "kernels/attention_config.h"
+#include "kernels/attention_workspace.h"
 
 /// Every schema of the library, once. Optional tensors are absent features; sizes are tensors'.
 STABLE_TORCH_LIBRARY(ridgeline, m) {

@@ -7,6 +7,7 @@
 #include "device/ptx/grid_dependency.cuh"
 #include "kernels/attention_launch.h"
 #include "kernels/attention_tile.cuh"
+#include "kernels/attention_workspace.h"
 
 namespace ridgeline {
 namespace {
@@ -272,6 +273,27 @@ void quantised_queries(const AttentionParams& p, Stream stream) {
   if (p.batch > 0) attention_launch::prefill_fp8_sm90(many, stream);
 }
 
+/// Chunks before many keys, and beside them sequences of few queries: those of few rows by the
+/// decode kernel, whose SMs chunks take as its blocks end; others are chunks.
+void chunks(const AttentionParams& p, Stream stream) {
+  launch_trace::note_choice([] {
+    return "sequences of many queries: keys in up to " + std::to_string(config::kChunkSegments) +
+           " segments";
+  });
+  AttentionParams few = p, many = p;
+  few.max_q = config::lesser(p.max_q, config::kMmaRows / (p.heads / p.kv_heads));
+  few.leaves_longer = true;
+  few.precedes_chunks = p.counters != nullptr;  // else the kernel that joins splits comes between
+  few.workspace = static_cast<char*>(p.workspace) + config::chunk_rows_bytes(p);
+  const bool decodes = p.cu_q != nullptr && !config::expects_many(p) && few.max_q > 0 &&
+                       attention_launch::covers_decode_sm90(few);
+  many.takes_few = p.cu_q != nullptr && !decodes;
+  many.takes_packed = true;
+  many.follows_few = decodes && few.precedes_chunks;
+  if (decodes) attention_launch::decode_sm90(few, stream);
+  attention_launch::chunks_sm90(many, stream);
+}
+
 }  // namespace
 
 void attention(const AttentionParams& p, Stream stream) {
@@ -291,6 +313,7 @@ void attention(const AttentionParams& p, Stream stream) {
   if (takes_unsplit(p)) return unsplit(p, stream);
   if (config::is_split(p, p.max_q)) return few_queries(p, stream);
   const char* obstacle = attention_launch::prefill_obstacle(p);
+  if (obstacle == nullptr && p.batch > 0 && config::cuts_chunks(p)) return chunks(p, stream);
   AttentionParams many = p;
   many.takes_few = obstacle == nullptr && config::expects_many(p);
   if (packed && !many.takes_few) few_queries(p, stream);
@@ -298,12 +321,6 @@ void attention(const AttentionParams& p, Stream stream) {
   if (obstacle != nullptr) {
     note_general("prefill", [&] { return obstacle; });
     attention_launch::prefill(p, stream);
-  } else if (config::cuts_chunks(p)) {
-    launch_trace::note_choice([] {
-      return "sequences of many queries: keys in up to " +
-             std::to_string(config::kChunkSegments) + " segments";
-    });
-    attention_launch::chunks_sm90(many, stream);
   } else {
     attention_launch::prefill_sm90(many, stream);
   }

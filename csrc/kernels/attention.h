@@ -30,6 +30,9 @@ struct AttentionParams {
   std::int32_t max_q;    // no sequence has more queries (cu_q null: each has exactly this many)
   bool leaves_longer;    // or those of more belong to another kernel
   bool takes_few;        // prefill: sequences of few queries too, and it clears rows of none
+  bool takes_packed;     // or of these such of more rows than the decode kernel takes
+  bool precedes_chunks;  // decode: the kernel of chunks, next, may begin as blocks end, and ...
+  bool follows_few;      // ... chunks: finds there what decode has waited for
   bool leaves_few;       // in batch-invariant mode, those of few queries do
   std::int32_t max_k;    // nor more keys (contiguous: each has exactly this many)
   std::int64_t total_q;  // rows of packed q; those outside every sequence become zero

@@ -12,7 +12,7 @@ constexpr int kMergeWarps = 4;
 constexpr int kMergeThreads = kMergeWarps * device::kWarpSize;
 constexpr int kMergeBlocks = 8;  // an SM
 
-/// Joins segments, in their order. Grid: warps, which share out the rows of each sequence in turn.
+/// Joins segments, in their order. Grid: warps, which share out the rows of all sequences.
 template <class T>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_chunks_kernel(const __grid_constant__ AttentionParams p) {
@@ -24,7 +24,7 @@ __global__ void __launch_bounds__(kMergeThreads)
   ptx::wait_for_dependencies();  // all segments are done
   const Partials partials{p};
   const int warps = static_cast<int>(gridDim.x) * kMergeWarps;
-  const int warp = static_cast<int>(blockIdx.x) * kMergeWarps + device::warp_index();
+  int row = static_cast<int>(blockIdx.x) * kMergeWarps + device::warp_index();  // of all cut ones
   const int column = JoinedRow::lane() * 4, here = min(column, p.head_dim - 4);
   for (int first = 0; first < p.batch; first += device::kWarpSize) {
     if (first > 0) looked.look(p, first);
@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kMergeThreads)
       const int count = device::from_lane(looked.segments, lane);
       const int rows = device::from_lane(looked.sequence.q_len, lane) * p.heads;
       const std::int64_t begin = device::from_lane(static_cast<int>(looked.sequence.q_begin), lane);
-      for (int row = warp; row < rows; row += warps) {
+      for (; row < rows; row += warps) {
         const int head = row % p.heads;
         const std::int64_t token = begin + row / p.heads;
         const std::int64_t index = partials.index(batch, token, head, 0);
@@ -53,6 +53,7 @@ __global__ void __launch_bounds__(kMergeThreads)
         if (column == 0)
           p.lse[batch * p.stride_lse_batch + head * p.stride_lse_head + token] = end.lse;
       }
+      row -= rows;
     }
   }
 }

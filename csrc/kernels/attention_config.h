@@ -73,9 +73,14 @@ constexpr bool is_split(std::int32_t q_len, std::int32_t group) {
   return q_len == 1 || (q_len <= kFewQueries && q_len * group <= kFewRows);
 }
 
+/// Sequences of few queries and yet more rows than one MMA of the Hopper decode kernel takes belong
+/// to the kernel of packed rows; beside a chunk, to the one of chunks.
+constexpr std::int32_t kMmaRows = 8;
+
 constexpr bool is_split(const AttentionParams& p, std::int32_t q_len) {
-  return (!p.batch_invariant || p.leaves_few) && !p.takes_few &&
-         is_split(q_len, p.heads / p.kv_heads);
+  const std::int32_t group = p.heads / p.kv_heads;
+  return (!p.batch_invariant || p.leaves_few) && !p.takes_few && is_split(q_len, group) &&
+         !(p.takes_packed && q_len * group > kMmaRows);
 }
 
 /// Whether prefill is given all sequences: packed rows are enough for each to have as many queries
@@ -144,9 +149,6 @@ constexpr std::int32_t max_split_rows(std::int32_t max_q, std::int32_t group) {
   return rows;
 }
 
-/// Sequences of few queries and yet more rows than one MMA of the Hopper decode kernel takes belong
-/// to the kernel of packed rows.
-constexpr std::int32_t kMmaRows = 8;
 /// Whether the decode kernel has a tile for the cache.
 constexpr bool has_decode_tile(const AttentionParams& p) {
   if (size_of(p.kv_dtype) == 1) return decode_columns(p) == 128;
@@ -251,13 +253,6 @@ constexpr bool cuts_chunks(const AttentionParams& p) {
          all_queries(p) <= kChunkTokens && !p.batch_invariant && !is_split(p, p.max_q);
 }
 
-/// Partial rows, each its sums and its lse.
-constexpr std::int64_t chunk_bytes(const AttentionParams& p) {
-  if (!cuts_chunks(p)) return 0;
-  return kChunkSegments * all_queries(p) * p.heads * (p.head_dim + 1) *
-         static_cast<std::int64_t>(sizeof(float));
-}
-
 /// Keys common to all sequences are read once, if they are many and the queries few.
 constexpr std::int32_t kCommonKeys = 512;
 constexpr std::int32_t kCommonColumns = 128;
@@ -285,66 +280,6 @@ constexpr std::int32_t max_decode_splits(const AttentionParams& p) {
   const std::int32_t tiles = ceil_div(p.max_k, kKeyTile);
   const std::int32_t splits = decode_splits(p.kv_heads, 2 * kDecodeItems);
   return lesser(greater(tiles, 1), greater(splits, kShortItems));
-}
-
-/// Floats of the partial rows of `splits` splits, one of which would write the result itself.
-constexpr std::int64_t partial_floats(const AttentionParams& p, std::int64_t splits,
-                                      std::int32_t rows, std::int32_t columns) {
-  return splits == 1 ? 0 : splits * p.batch * p.kv_heads * rows * (columns + 1);
-}
-
-/// Enough for either kernel of few queries: a row is its sums and, apart, one lse; the Hopper
-/// kernel pads the sums to its tile and the rows to pairs.
-constexpr std::int64_t split_bytes(const AttentionParams& p) {
-  if (p.dtype == DType::kFloat32 || p.batch_invariant) return 0;  // these run unsplit
-  const std::int32_t kv_bytes = static_cast<std::int32_t>(size_of(p.kv_dtype));
-  const std::int32_t rows = max_split_rows(p.max_q, p.heads / p.kv_heads);
-  const std::int64_t general =
-      partial_floats(p, max_split_count(p.head_dim, kv_bytes, p.max_k), rows, p.head_dim);
-  const std::int64_t decode = partial_floats(p, max_decode_splits(p), round_up(rows, 2),
-                                             decode_columns(p) + 1);
-  const std::int64_t packed =
-      has_packed_rows(p) || reads_common(p)
-          ? partial_floats(p, max_row_splits(p.head_dim, p.max_k), rows, p.head_dim)
-          : 0;
-  const std::int64_t floats = general > decode ? general : decode;
-  return (floats > packed ? floats : packed) * static_cast<std::int64_t>(sizeof(float));
-}
-
-/// Behind these: the partial rows of common keys, which wait for the rest.
-constexpr std::int64_t common_offset(const AttentionParams& p) {
-  return round_up(split_bytes(p), std::int64_t{16});
-}
-constexpr std::int64_t common_bytes(const AttentionParams& p) {
-  if (!reads_common(p)) return 0;
-  const std::int64_t splits = ceil_div(p.shared_keys, common_split_keys(p.shared_keys));
-  return splits * tokens(p) * p.heads * (p.head_dim + 1) *
-         static_cast<std::int64_t>(sizeof(float));
-}
-
-/// Behind the partial rows, those of chunks in the place of the others, which are joined by then:
-/// the queue of the Hopper prefill kernel.
-constexpr std::int64_t kQueueBytes = 16;
-constexpr std::int64_t queue_offset(const AttentionParams& p) {
-  const std::int64_t split = split_bytes(p), chunks = chunk_bytes(p);
-  return round_up(split > chunks ? split : chunks, kQueueBytes);
-}
-
-/// Behind all this: quantised queries in the dtype of out, for kernels that multiply in 16 bits.
-constexpr std::int64_t queries_offset(const AttentionParams& p) {
-  std::int64_t bytes = queue_offset(p) + kQueueBytes;
-  if (reads_common(p)) {
-    bytes = common_offset(p) + common_bytes(p);
-  } else if (p.dtype == DType::kFloat32 || is_split(p, p.max_q)) {
-    bytes = split_bytes(p);
-  }
-  return round_up(bytes, std::int64_t{16});
-}
-
-constexpr std::int64_t workspace_bytes(const AttentionParams& p, bool quantised_queries) {
-  const std::int64_t row = std::int64_t{p.heads} * p.head_dim;
-  const auto element = static_cast<std::int64_t>(size_of(p.dtype));
-  return queries_offset(p) + (quantised_queries ? tokens(p) * row * element : 0);
 }
 
 }  // namespace ridgeline::attention_config

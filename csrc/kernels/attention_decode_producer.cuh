@@ -248,6 +248,8 @@ __device__ __forceinline__ void produce(const Launch& launch, Shared<Tile>& shar
     plan.read_lengths();
   } else {
     ptx::wait_for_dependencies();
+    // A block of the chunks' kernel needs an SM of its own: none stack on those that are free first.
+    if (p.precedes_chunks) ptx::launch_dependents();
     if (launch.copies_tables) request_tables<Tile>(launch, shared);
   }
   for (bool is_sure = !launch.plans_ahead;; is_sure = true) {

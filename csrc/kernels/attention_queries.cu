@@ -1,7 +1,7 @@
 #include "device/dequant.cuh"
 #include "device/launch.cuh"
 #include "device/ptx/grid_dependency.cuh"
-#include "kernels/attention_config.h"
+#include "kernels/attention_workspace.h"
 #include "kernels/attention_launch.h"
 
 namespace ridgeline {

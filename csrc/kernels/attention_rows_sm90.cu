@@ -8,6 +8,7 @@
 #include "kernels/attention_rows_planner.cuh"
 #include "kernels/attention_rows_share.cuh"
 #include "kernels/attention_views.cuh"
+#include "kernels/attention_workspace.h"
 
 namespace ridgeline {
 namespace {

@@ -65,7 +65,7 @@ struct Consumer {
            .skip = 0};
     if constexpr (!Tile::kTurns) {
       const int seen = first > last ? 0 : ceil_div(latest.end, Tile::kKeys);  // tiles
-      now.skip = now.tile - max(seen - 1, now.first_tile);
+      now.skip = max(now.tile - max(seen - 1, now.first_tile), 0);  // a segment may end before
       now.tile -= now.skip;
     }
     queries.next();

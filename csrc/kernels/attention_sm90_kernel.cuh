@@ -1,4 +1,5 @@
 #pragma once
+#include "device/ptx/global_order.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "kernels/attention_sm90_consumer.cuh"
 #include "kernels/attention_sm90_launch.cuh"
@@ -32,7 +33,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
   }
   const int warpgroup = device::warp_index() / (kWarpgroup / device::kWarpSize);
   __syncthreads();  // the barriers are made
-  ptx::wait_for_dependencies();
+  const bool follows = Packed<Tile> && launch.attention.follows_few;
+  if (follows) {
+    ptx::fence_device();  // L1 may have lengths and tables of a step before
+  } else {
+    ptx::wait_for_dependencies();
+  }
   if constexpr (Packed<Tile>) ptx::launch_dependents();  // which may read lengths at once
 
   if (warpgroup == 0) {
@@ -40,6 +46,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     Producer<Tile>{launch, shared}.run();
     // Beside the last tiles' products.
     if (launch.attention.takes_few) clear_unowned_rows<typename Tile::T>(launch.attention);
+    if (follows) ptx::wait_for_dependencies();  // what comes next needs both results
   } else {
     ptx::take_registers<Tile::kConsumerRegisters>();
     Consumer<Tile>{launch.attention, shared, warpgroup - 1}.run();

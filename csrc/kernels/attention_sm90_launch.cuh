@@ -8,6 +8,7 @@
 #include "kernels/attention_launch.h"
 #include "kernels/attention_sm90.cuh"
 #include "kernels/attention_views.cuh"
+#include "kernels/attention_workspace.h"
 
 /// Launches of the Hopper prefill kernels: copies, order of the work, queue.
 namespace ridgeline::attention_sm90 {
