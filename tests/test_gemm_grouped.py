@@ -100,6 +100,41 @@ def test_some_rows_meet_tiles_of_as_many(mean: int, kind: str, gated: bool, devi
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("group", [64, 128])  # columns of a scale: of x, 128 have a sum
+@pytest.mark.parametrize("mean", [9, 16, 22])
+@pytest.mark.parametrize("K", [256, 1152, 384])
+def test_zero_points_of_int4_meet_sums_of_rows(
+    K: int, mean: int, group: int, gathered: bool, device: str
+) -> None:
+    """Rows whose mean is many times what they differ by: what is left of products and zero points
+    is 1 of 30 of them, and may not lose the bits of one bfloat16. A value that is not finite stays
+    in its row."""
+    N, counts = 288, [2 * mean, 0, mean + 1, mean - 1]
+    M = sum(counts)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(len(counts) * N, K, generator=generator) / K**0.5
+    x = (64 + torch.randn(M, K, generator=generator)).to(device, torch.bfloat16)
+    packed = ops.pack_int4(weight.to(device, torch.bfloat16), group)
+    of_experts = ops.Int4Experts.from_rows(packed, len(counts))
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+    order = torch.randperm(M, generator=generator) if gathered else torch.arange(M)
+    rows = order.to(device, torch.int32) if gathered else None
+    dense = packed.dequantize().double().view(len(counts), N, K)
+    chosen = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    of_rows = [x[order[s]].double() @ dense[chosen[s]].T for s in range(M)]
+    out = ops.grouped_int4_linear(x, of_experts, offsets, rows=rows)
+    expected = torch.stack(of_rows)
+    assert (out - expected).norm() < 4e-3 * expected.norm()
+    x[5, K - 1] = torch.inf
+    broken = ops.grouped_int4_linear(x, of_experts, offsets, rows=rows)
+    bad = int((order == 5).nonzero())
+    others = torch.arange(M) != bad
+    assert torch.equal(broken[others], out[others])
+    assert not broken[bad][dense[chosen[bad], :, K - 1] != 0].isfinite().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
 @pytest.mark.parametrize("K", [1152, 128])  # a row of 16-bit x is two units, or a part of one

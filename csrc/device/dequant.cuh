@@ -202,6 +202,20 @@ struct Int4Differences {
   }
 };
 
+/// Nibbles as they are masked, in units of 2^-133, or of a 16th of that: minus their zero point, 8,
+/// meets the sums of x. 5 instructions for 8 weights, where differences are 9. x and its sums come
+/// times kInt4MaskedFactor: products are not subnormal of |x| from 2^-57 on, and finite below 2^63.
+struct Int4Masked {
+  __device__ __forceinline__ std::uint32_t expand(std::uint32_t word, int i, bool high) const {
+    return as_bits(int4_nibbles(word, i / 2, high));
+  }
+  __device__ __forceinline__ static std::uint32_t minus_zero(bool high) {
+    return high ? 0x80808080u : 0x80088008u;
+  }
+};
+constexpr float kInt4MaskedFactor = 18446744073709551616.0f;  // 2^64
+constexpr float kInt4MaskedUnit = 590295810358705651712.0f;   // 2^(133 - 64): to undo both
+
 /// The even nibbles of `word` as bytes and the odd ones as bytes times 16: in an int4 block four
 /// columns of row g and the same of row g + 8.
 __device__ __forceinline__ void split_int4(std::uint32_t word, std::uint32_t& even,

@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "common/math.h"
+#include "device/dequant.cuh"
 #include "device/divisor.cuh"
 #include "device/properties.cuh"
 #include "device/ptx/grid_dependency.cuh"
@@ -48,6 +49,49 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+/// The same with sums of columns, a warp 256 of a row at a time. A sum that is not finite makes the
+/// row's outputs NaN.
+__global__ void __launch_bounds__(kThreads)
+    gather_with_sums_kernel(const __grid_constant__ GatherParams params) {
+  using T = __nv_bfloat16;
+  ptx::wait_for_dependencies();
+  ptx::launch_dependents();
+  constexpr int kGroup = device::kWarpSize / 2;  // lanes whose columns, 128, have a sum
+  const auto* x = static_cast<const uint4*>(params.grouped.gemm.x.data);
+  const int lane = threadIdx.x % device::kWarpSize, in_group = lane % kGroup;
+  const int warp = (blockIdx.x * kThreads + threadIdx.x) / device::kWarpSize;
+  const int warps = gridDim.x * (kThreads / device::kWarpSize);
+  const int of_row = ceil_div(params.vectors, device::kWarpSize);
+  for (int piece = warp; piece < params.pieces; piece += warps) {
+    const int s = params.by_pieces.divide(piece), part = piece - s * of_row;
+    const int v = part * device::kWarpSize + lane;
+    uint4 raw{};
+    if (v < params.vectors) raw = x[row_of_x(params.grouped, s) * params.stride + v];
+    device::Vec<T> values = *reinterpret_cast<const device::Vec<T>*>(&raw);
+    float sum = 0.0f;
+#pragma unroll
+    for (T& value : values.data) {
+      const float scaled = device::to_float(value) * device::kInt4MaskedFactor;
+      value = device::from_float<T>(scaled);
+      sum += scaled;
+    }
+    sum = device::group_sum(sum, kGroup);
+    if (in_group != 0) sum = 0.0f;
+    device::Vec<T> terms;
+#pragma unroll
+    for (T& term : terms.data) {  // three, and zeros
+      term = device::from_float<T>(sum);
+      sum -= device::to_float(term);
+    }
+    constexpr int kVectors = kColsWithSums / 8;
+    uint4* to = params.to + (std::int64_t{s} * of_row + part) * kVectors;
+    device::store(reinterpret_cast<T*>(to + lane), values);
+    if (in_group < 2)
+      device::store(reinterpret_cast<T*>(to + device::kWarpSize + lane / kGroup * 2 + in_group),
+                    terms);
+  }
+}
+
 struct ClearParams {
   unsigned* to;
   std::int64_t count;
@@ -62,19 +106,14 @@ __global__ void __launch_bounds__(kThreads)
   if (i < params.count) params.to[i] = 0;
 }
 
-}  // namespace
-
-void launch_clear(unsigned* to, std::int64_t count, Stream stream) {
-  device::launch_chained<clear_kernel>(
-      dim3(static_cast<unsigned>(ceil_div<std::int64_t>(count, kThreads))), dim3(kThreads), 0,
-      stream, ClearParams{to, count}, "grouped_linear: counts of rows");
-}
-
-void launch_gather(const GroupedGemmParams& params, void* to, Stream stream) {
+/// Rows of x in pieces of so many vectors, a warp each.
+template <auto kKernel>
+void launch_pieces(const GroupedGemmParams& params, void* to, int piece_vectors, Stream stream,
+                   const char* name) {
   const GemmParams& p = params.gemm;
   const auto bytes = static_cast<std::int64_t>(size_of(p.x.dtype));
   const int vectors = checked_int32(p.K * bytes / 16, "grouped_linear: columns");
-  const int of_row = ceil_div(vectors, kPieceVectors);
+  const int of_row = ceil_div(vectors, piece_vectors);
   const GatherParams gather{
       .grouped = params,
       .to = static_cast<uint4*>(to),
@@ -84,8 +123,25 @@ void launch_gather(const GroupedGemmParams& params, void* to, Stream stream) {
       .by_pieces = device::Divisor::of(of_row)};
   const std::int64_t wanted = ceil_div<std::int64_t>(gather.pieces, kThreads / device::kWarpSize);
   const auto blocks = std::min<std::int64_t>(wanted, device::multiprocessors() * 8);
-  device::launch_chained<gather_kernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0,
-                                        stream, gather, "grouped_linear: rows of x");
+  device::launch_chained<kKernel>(dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,
+                                  gather, name);
+}
+
+}  // namespace
+
+void launch_clear(unsigned* to, std::int64_t count, Stream stream) {
+  device::launch_chained<clear_kernel>(
+      dim3(static_cast<unsigned>(ceil_div<std::int64_t>(count, kThreads))), dim3(kThreads), 0,
+      stream, ClearParams{to, count}, "grouped_linear: counts of rows");
+}
+
+void launch_gather(const GroupedGemmParams& params, void* to, Stream stream) {
+  launch_pieces<gather_kernel>(params, to, kPieceVectors, stream, "grouped_linear: rows of x");
+}
+
+void launch_gather_with_sums(const GroupedGemmParams& params, void* to, Stream stream) {
+  launch_pieces<gather_with_sums_kernel>(params, to, device::kWarpSize, stream,
+                                         "grouped_linear: rows of x with sums");
 }
 
 }  // namespace ridgeline::gemm_grouped

@@ -91,6 +91,12 @@ std::size_t sm90_workspace_bytes(const GroupedGemmParams& params);
 /// The rows of x that rows of y are made of, one after the other.
 void launch_gather(const GroupedGemmParams& params, void* to, Stream stream);
 
+/// The same of bfloat16, times device::kInt4MaskedFactor: kColsOfSums columns, zeros behind the
+/// last one, then the sum of either half, each as three terms and 13 zeros, and 32 columns that
+/// nobody reads.
+constexpr int kColsOfSums = 256, kColsWithSums = 320;
+void launch_gather_with_sums(const GroupedGemmParams& params, void* to, Stream stream);
+
 /// Zeros.
 void launch_clear(unsigned* to, std::int64_t count, Stream stream);
 

@@ -1,11 +1,10 @@
 #include <algorithm>
-#include <cmath>
 
 #include "device/matrix_map.cuh"
-#include "device/properties.cuh"
 #include "kernels/gemm_grouped_sm90_consume.cuh"
 #include "kernels/gemm_grouped_sm90_maps.cuh"
 #include "kernels/gemm_grouped_sm90_produce.cuh"
+#include "kernels/gemm_grouped_sm90_rows.cuh"
 
 namespace ridgeline::gemm_grouped {
 namespace {
@@ -83,53 +82,6 @@ std::size_t table_bytes(const GroupedGemmParams& params) {
   return (Tile::kInOrder ? 3 : 2) * (params.experts + 1) * sizeof(std::int32_t);
 }
 
-constexpr int kManyRows = 256;  // of a tile, at most
-constexpr int kOrderedRows = 256;  // an expert in the mean: of fewer the order takes what it saves
-
-/// Weight rows, at most, where gathered rows are put in order by the kernel that multiplies them.
-/// Of more a kernel ahead takes 1% of the time.
-constexpr int kMostGatheringRows = 8192;
-
-std::int64_t mean_rows(const GroupedGemmParams& params) {
-  return params.gemm.M / std::max(params.experts, 1);
-}
-
-bool is_ordered(const GroupedGemmParams& params) {
-  return params.experts > 1 && mean_rows(params) >= kOrderedRows;
-}
-
-/// H200, lab, by turns, us of a kernel ahead and so, 8192 tokens of top 8 in 128 experts of 2048 x
-/// 1536: fp8 by fp8 466 and 439, bf16 822 and 763, int4 810 and 756; 4096 tokens 274 and 265, 505
-/// and 481, 516 and 502; but 1024 123 and 133.
-bool gathers_inside(const GroupedGemmParams& params) {
-  return params.rows != nullptr && is_ordered(params) && params.gemm.N <= kMostGatheringRows;
-}
-
-std::int64_t gathered_bytes(const GroupedGemmParams& params) {
-  return params.gemm.M * params.gemm.K * static_cast<std::int64_t>(size_of(params.gemm.x.dtype));
-}
-
-/// Behind the rows in order.
-unsigned* claims_of(const GroupedGemmParams& params) {
-  return reinterpret_cast<unsigned*>(static_cast<char*>(params.gemm.workspace) +
-                                     gathered_bytes(params));
-}
-std::int64_t claims_count(const GroupedGemmParams& params) {
-  return params.gemm.M / kPieceRows + params.experts + 2;
-}
-
-/// Rows of x that a tile has, at most, of the kernel for many: twice as many as experts have in the
-/// mean, for some have more; fewer leave room for more stages. Where experts have one or two tiles
-/// of 256 rows, and SMs few tiles, those of 192 are alike in size.
-int row_tile_for(const GroupedGemmParams& params, int columns) {
-  const std::int64_t mean = mean_rows(params);
-  const auto rows = static_cast<int>(std::clamp<std::int64_t>(mean, 1, kManyRows));
-  if (params.experts == 1) return round_up(rows, kPieceRows);  // it has them all
-  const bool few_tiles = columns * params.experts < 4 * device::multiprocessors();
-  const int most = few_tiles && mean < 2 * kManyRows ? 192 : kManyRows;
-  return std::min(round_up(2 * rows, kPieceRows), most);
-}
-
 /// How many rows of x a stage has and how many stages the ring: of few rows, as shared memory
 /// allows. Gives the number of blocks. H200, lab, us, one token of top 2 in 8 experts of 14336 x
 /// 4096, whose tiles have an SM each: rings of eight stages of 32 rows 76.5 (bf16) and 40.8
@@ -184,26 +136,27 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
     launch.gather.parts = ceil_div(launch.gather.vectors, kUnitVectors);
     launch_clear(launch.gather.claims, claims_count(params), stream);
   } else if (sm90_workspace_bytes(params) > 0) {
-    launch_gather(params, p.workspace, stream);
+    (Tile::kMasked ? launch_gather_with_sums : launch_gather)(params, p.workspace, stream);
     launch.gathered = true;
   }
   if (sm90_workspace_bytes(params) > 0) {
     x = p.workspace;
     x_rows = p.M;
-    x_stride = p.K;
+    x_stride = Tile::kMasked ? cols_with_sums(params) : p.K;
   }
   launch.in_order = params.rows == nullptr || x == p.workspace;
   if constexpr (Tile::kInt4) add_scales<Tile>(launch);
   const std::int64_t blocks = shape_ring<Tile>(launch);
-  launch.joined = Tile::kBoxes > 1 && p.K % Tile::kBoxDepth == 0;
+  launch.joined = Tile::kMasked || (Tile::kBoxes > 1 && p.K % Tile::kBoxDepth == 0);
   const int box_rows = box_rows_of<Tile>(launch.row_tile);
   if (launch.joined) {
-    launch.x = device::swizzled_map({.dtype = p.x.dtype,
-                                     .data = x,
-                                     .sizes = {Tile::kBoxDepth, x_rows, p.K / Tile::kBoxDepth, 1},
-                                     .strides = {x_stride, Tile::kBoxDepth, Tile::kBoxDepth}},
-                                    box_rows, Tile::kBoxDepth,
-                                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, Tile::kBoxes);
+    launch.x = device::swizzled_map(
+        {.dtype = p.x.dtype,
+         .data = x,
+         .sizes = {Tile::kBoxDepth, x_rows,
+                   (Tile::kMasked ? x_stride : p.K) / Tile::kBoxDepth, 1},
+         .strides = {x_stride, Tile::kBoxDepth, Tile::kBoxDepth}},
+        box_rows, Tile::kBoxDepth, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, Tile::kBoxesOfX);
   } else if (launch.in_order) {
     launch.x = device::matrix_map(
         {x, static_cast<int>(sizeof(typename Tile::X)), x_rows, p.K, x_stride}, box_rows,
@@ -215,35 +168,6 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
       launch, "grouped_linear");
 }
 
-/// Up to so many rows an expert tiles are of 32 rows by 64 weight rows, or by 128 of fp8 that is
-/// expanded: four warps a scheduler hide some of that. H200, us, one token of top 2 in 8 experts of
-/// 4096 x 28672: fp8 84 and 68; 32 tokens of top 8 in 128 of 2048 x 1536: 114 and 93.
-constexpr std::int64_t kFewRows = 20;
-
-/// Up to so many, weights that are expanded are multiplied by four warpgroups, a tile of 256 weight
-/// rows, which ask for x once: H200, us, by tiles of many and so, int4 of 4096 x 28672, top 2 of 8
-/// experts, 128, 256 and 384 tokens 419 and 225, 471 and 292, 536 and 544. Tiles of 128 weight
-/// rows, two blocks an SM: 258 and, of 64 rows of x, 424.
-constexpr std::int64_t kMostSomeRows = 80;
-
-bool is_int4(const GroupedGemmParams& params) {
-  return params.gemm.weight.format == WeightFormat::kInt4;
-}
-
-bool has_few_rows(const GroupedGemmParams& params) {
-  return !is_int4(params) && mean_rows(params) <= kFewRows;
-}
-
-/// Whether tiles are of some rows. Those of int4 are multiplied in another order than many.
-bool has_some_rows(const GroupedGemmParams& params) {
-  const GemmParams& p = params.gemm;
-  const std::int64_t mean = mean_rows(params);
-  if (mean > kMostSomeRows) return false;
-  if (is_int4(params)) return !p.batch_invariant;
-  return p.weight.format == WeightFormat::kFp8 && p.x.dtype != DType::kFloat8E4M3 &&
-         mean > kFewRows;
-}
-
 template <class T, WeightFormat kFormat, int kRows, Int4As kAs>
 void launch_some_of(const GroupedGemmParams& params, Stream stream) {
   if constexpr (kFormat == WeightFormat::kInt4)
@@ -252,24 +176,27 @@ void launch_some_of(const GroupedGemmParams& params, Stream stream) {
   launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, false}>>(params, stream);
 }
 
+/// Int4 of groups of 128 columns.
+template <class T, int kRows>
+void launch_groups(const GroupedGemmParams& params, Stream stream) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>)
+    if (has_sums(params))
+      return launch_some_of<T, WeightFormat::kInt4, kRows, Int4As::kMasked>(params, stream);
+  launch_some_of<T, WeightFormat::kInt4, kRows, Int4As::kDifferences>(params, stream);
+}
+
 /// Tiles of as many rows as nearly all experts have, where rows are dealt at random. A kernel each:
 /// where one had several loops ptxas had no registers for wgmma that run while others are prepared.
 template <class T, WeightFormat kFormat>
 void launch_some(const GroupedGemmParams& params, Stream stream) {
-  const GemmParams& p = params.gemm;
-  const auto mean = static_cast<float>(mean_rows(params));
-  const float most = std::min(mean + 2 * std::sqrt(mean), static_cast<float>(p.M));
+  const float most = most_rows(params);
   if constexpr (kFormat == WeightFormat::kInt4) {
-    constexpr int kScaleCols = 128;  // that share a scale
-    const bool whole = p.weight.group % kScaleCols == 0 || p.weight.group >= p.K;
-    if (most <= 16 && whole)
-      return launch_some_of<T, kFormat, 16, Int4As::kDifferences>(params, stream);
-    if (most <= 24 && whole)
-      return launch_some_of<T, kFormat, 24, Int4As::kDifferences>(params, stream);
-    if (most <= 32 && whole)
-      return launch_some_of<T, kFormat, 32, Int4As::kDifferences>(params, stream);
+    const bool whole = has_whole_groups(params);
+    if (most <= 16 && whole) return launch_groups<T, 16>(params, stream);
+    if (most <= 24 && whole) return launch_groups<T, 24>(params, stream);
+    if (most <= 32 && whole) return launch_groups<T, 32>(params, stream);
     if (most <= 32) return launch_some_of<T, kFormat, 32, Int4As::kAny>(params, stream);
-    if (!whole || p.weight.zeros)
+    if (!whole || params.gemm.weight.zeros)
       return launch_some_of<T, kFormat, 64, Int4As::kAny>(params, stream);
   }
   if constexpr (kFormat == WeightFormat::kInt4)  // 144 tokens of 14336 x 4096: 119 us, by 64 113

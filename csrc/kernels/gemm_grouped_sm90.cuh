@@ -19,6 +19,7 @@ constexpr int kSteps = 4;       // of a stage's columns of K, the depth of one w
 constexpr int kStepBytes = 32;  // of x
 constexpr int kVector = 16;                      // bytes of one copy of x
 constexpr int kVectors = kRowBytes / kVector;    // of a row of x in a stage
+constexpr int kBoxesWithSums = 5;  // of 64 columns: 256 of x, and the sums of both halves
 constexpr int kPieceRows = 64;  // rows of x that tiles of many multiply whole
 constexpr int kBoxLines = 32;   // of kOutColumns of their y, which go to it at a time
 
@@ -28,9 +29,10 @@ constexpr bool expands(WeightFormat format) {
   return format != WeightFormat::kDense && sizeof(X) != 1;
 }
 
-/// What int4 is multiplied as: differences to the zero point, whose sums are scaled; or scaled
-/// weights, of one scale a stage and without zero points, or of any.
-enum class Int4As { kDifferences, kScaled, kAny };
+/// What int4 is multiplied as: differences to the zero point, whose sums are scaled; nibbles, whose
+/// sums are scaled, too, and whose zero points meet sums of x; or scaled weights, of one scale a
+/// stage and without zero points, or of any.
+enum class Int4As { kDifferences, kMasked, kScaled, kAny };
 
 /// How int4 meets some rows of x.
 struct Int4Way {
@@ -63,8 +65,12 @@ struct Tile {
   // H200, lab, us, of two and of four: 16 and 64 tokens of 4096 x 28672 139, 158 and 130, 151, of
   // 14336 x 4096 80.2, 98.7 and 74.3, 94.5.
   static constexpr int kBoxes = !kInt4 || !kSome                  ? 1
-                                : kWay.as == Int4As::kDifferences ? 4
-                                                                  : 2;
+                                : kWay.as == Int4As::kDifferences ||
+                                          kWay.as == Int4As::kMasked
+                                    ? 4
+                                    : 2;
+  static constexpr bool kMasked = kInt4 && kSome && kWay.as == Int4As::kMasked;
+  static constexpr int kBoxesOfX = kMasked ? kBoxesWithSums : kBoxes;
   static constexpr int kBoxDepth = kRowBytes / static_cast<int>(sizeof(X));  // columns of K
   static constexpr int kDepth = kBoxes * kBoxDepth;                          // of a stage
   // Of int4: one for 32 columns, or for the 128 that some rows meet as differences.
@@ -98,7 +104,9 @@ struct Tile {
   // Whether those who request find their first tile by themselves: expansion has no registers left,
   // and of many rows bf16 took 554 us for 510 so (H200, 256 tokens, 8 experts of 4096 x 28672).
   static constexpr bool kPlansAhead = kRows <= 32 && !kExpands;
-  static constexpr float kUnit = kInt4 && kSome ? device::kInt4Unit<T> : 1.0f;  // of the sums
+  static constexpr float kUnit = kMasked          ? device::kInt4MaskedUnit  // of the sums
+                                 : kInt4 && kSome ? device::kInt4Unit<T>
+                                                  : 1.0f;
   static constexpr int kWordsEach = kBoxes == 4 ? 2 : 1;  // int4: of 256 elements a box has
   static constexpr int kScaleBytes = 4 * kCols;  // of a set of int4, whole powers of two
 };
@@ -110,7 +118,7 @@ constexpr int kStagesOfTwo = 8;  // of each of two blocks on an SM, in rings tha
 /// Bytes of a stage with `rows` rows of x and so many sets of scales.
 template <class Tile>
 constexpr int stage_bytes_of(int rows, int sets) {
-  return round_up(Tile::kBoxes * rows * kRowBytes + Tile::kWeightBytes +
+  return round_up(Tile::kBoxesOfX * rows * kRowBytes + Tile::kWeightBytes +
                       (Tile::kInt4 ? sets * Tile::kScaleBytes : 0),
                   1024);
 }
@@ -200,7 +208,7 @@ struct Stage {
   __device__ __forceinline__ std::uint8_t* x(int box = 0) const {
     return start + box * row_tile * kRowBytes;
   }
-  __device__ __forceinline__ std::uint8_t* weight() const { return x(Tile::kBoxes); }
+  __device__ __forceinline__ std::uint8_t* weight() const { return x(Tile::kBoxesOfX); }
   __device__ __forceinline__ Scales& scales(int set) const {
     return reinterpret_cast<Scales*>(weight() + Tile::kWeightBytes)[set];
   }

@@ -1,5 +1,6 @@
 #pragma once
 #include "device/dequant.cuh"
+#include "device/ptx/opaque.cuh"
 #include "device/ptx/wgmma_few.cuh"
 #include "device/ptx/wgmma_registers_few.cuh"
 #include "kernels/gemm_grouped_sm90_expand.cuh"
@@ -83,14 +84,16 @@ struct Int4Lane {
 
 // ---- Products -----------------------------------------------------------------------------------
 
-/// 64 weight rows by kN rows of x by the columns of a box.
-template <class T, int kN>
+/// 64 weight rows by kN rows of x by the columns of a box. first(): products ahead of them.
+template <class T, int kN, class Fn>
 __device__ __forceinline__ void multiply_box(float (&sums)[kN / 8][4],
                                              const BoxFragments& fragments,
-                                             const std::uint8_t* x, bool accumulate) {
+                                             const std::uint8_t* x, bool accumulate,
+                                             const Fn& first) {
   const std::uint64_t columns = ptx::swizzled_operand(x, 16, 8 * kRowBytes);
   ptx::hold_registers(sums);
   ptx::wgmma_fence();
+  first();
 #pragma unroll
   for (int step = 0; step < kSteps; ++step) {
     const std::uint64_t at = columns + step * kStepBytes / 16;
@@ -101,6 +104,13 @@ __device__ __forceinline__ void multiply_box(float (&sums)[kN / 8][4],
     }
   }
   ptx::wgmma_commit();
+}
+
+template <class T, int kN>
+__device__ __forceinline__ void multiply_box(float (&sums)[kN / 8][4],
+                                             const BoxFragments& fragments,
+                                             const std::uint8_t* x, bool accumulate) {
+  multiply_box<T, kN>(sums, fragments, x, accumulate, [] {});
 }
 
 /// The stages of a tile as they come.
@@ -122,8 +132,9 @@ struct StageWalk {
 };
 
 /// Boxes of 128 columns that share a scale, by up to 32 rows: what is expanded is the difference to
-/// the zero point, whose products go to registers of their own, which are scaled and added in
-/// float32. While the second box is multiplied, the first of the next two is expanded.
+/// the zero point, or the number itself, whose products go to registers of their own, which are
+/// scaled and added in float32. While the second box is multiplied, the first of the next two is
+/// expanded.
 template <class Tile>
 __device__ __forceinline__ void multiply_differences(const StageWalk<Tile>& walk,
                                                      const Int4Lane<Tile>& int4,
@@ -134,23 +145,41 @@ __device__ __forceinline__ void multiply_differences(const StageWalk<Tile>& walk
   Stage<Tile> stage = walk.wait();
   auto second = int4.load(stage, 1);
   float scale[2], next_scale[2] = {};
-  device::Int4Differences<T> differences;
+  std::conditional_t<Tile::kMasked, device::Int4Masked, device::Int4Differences<T>> values;
+  // Before the loop, or ptxas serialises the products that they meet.
+  Fragment minus_zeros;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) minus_zeros[i] = device::Int4Masked::minus_zero(int4.is_high(i % 2));
   const auto take_scales = [&](float (&to)[2], int set) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       to[r] = device::to_float(int4.scale_of(stage, set, r));
-      differences.set(r, int4.zero_of(stage, set, r));
+      if constexpr (Tile::kMasked) {
+        if (int4.is_high(r)) to[r] *= 0.0625f;
+      } else {
+        values.set(r, int4.zero_of(stage, set, r));
+      }
     }
   };
   take_scales(scale, 0);
-  int4.expand(int4.load(stage, 0), differences, a[0]);
+  int4.expand(int4.load(stage, 0), values, a[0]);
 #pragma unroll 1
   for (int k = 1; k <= walk.launch.steps; ++k) {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
       float part[kN / 8][4];
-      multiply_box<T, kN>(part, a[0], stage.x(2 * pair), false);
-      int4.expand(second, differences, a[1]);
+      multiply_box<T, kN>(part, a[0], stage.x(2 * pair), Tile::kMasked, [&] {
+        if constexpr (Tile::kMasked)  // the sums of both halves lie side by side
+          ptx::WgmmaFew<kN, T>::registers(
+              part, minus_zeros,
+              ptx::swizzled_operand(stage.x(Tile::kBoxes), 16, 8 * kRowBytes) +
+                  pair * kStepBytes / 16,
+              false);
+      });
+      // Not ahead of the products before: ptxas would let those of a[1] start one by one.
+#pragma unroll
+      for (uint4& of : second.of) of = ptx::opaque(of);
+      int4.expand(second, values, a[1]);
       multiply_box<T, kN>(part, a[1], stage.x(2 * pair + 1), true);
       const bool ends = pair == kPairs - 1;
       const int last = walk.ring.stage;
@@ -165,7 +194,7 @@ __device__ __forceinline__ void multiply_differences(const StageWalk<Tile>& walk
         take_scales(next_scale, box / 2);
       }
       ptx::wgmma_wait<1>();
-      if (more) int4.expand(first, differences, a[0]);
+      if (more) int4.expand(first, values, a[0]);
       ptx::wgmma_wait<0>();
       ptx::hold_registers(part);
       if (ends) walk.release(last);
@@ -218,7 +247,7 @@ __device__ __forceinline__ void multiply_int4(const StageWalk<Tile>& walk, Sums<
                                               const Consumer& me) {
   auto& sums = reinterpret_cast<float(&)[Tile::kRows / 8][4]>(all);
   const Int4Lane<Tile> int4(walk.launch, me);
-  if constexpr (Tile::kWay.as == Int4As::kDifferences) {
+  if constexpr (Tile::kBoxes == 4) {
     multiply_differences<Tile>(walk, int4, sums);
   } else {
     multiply_scaled<Tile>(walk, int4, sums);

@@ -79,7 +79,7 @@ void add_scales(Launch& launch) {
   if (p.weight.zeros)
     launch.zeros = map_of(p.weight.zeros, 1, CU_TENSOR_MAP_DATA_TYPE_UINT8);
   launch.group = device::Divisor::of(p.weight.group);
-  const bool one = Tile::kWay.as != Int4As::kDifferences &&
+  const bool one = Tile::kBoxes != 4 &&
                    (p.weight.group % Tile::kDepth == 0 || groups == 1);
   launch.groups = one ? 1 : Tile::kScaleSets;
 }

@@ -23,7 +23,7 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
   const int boxes = !kX || !launch.in_order ? 0
                     : Tile::kInOrder        ? ceil_div(item.rows, box_rows)
                                             : 1;
-  int bytes = boxes * Tile::kBoxes * box_rows * kRowBytes;
+  int bytes = boxes * Tile::kBoxesOfX * box_rows * kRowBytes;
   if (kWeight) bytes += Tile::kWeightBytes;
   if (kWeight && Tile::kInt4) bytes += launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2);
   ptx::mbarrier_expect(full, bytes);
@@ -44,7 +44,7 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
                         item.column * (Tile::kCols / 16), item.expert);
   }
   if (kX && Tile::kBoxes > 1 && launch.joined) {
-    ptx::copy_tensor_4d(to.x(), &launch.x, full, 0, item.row0, k * Tile::kBoxes, 0);
+    ptx::copy_tensor_4d(to.x(), &launch.x, full, 0, item.row0, k * Tile::kBoxesOfX, 0);
   } else if (kX) {
     for (int i = 0; i < boxes; ++i)
 #pragma unroll

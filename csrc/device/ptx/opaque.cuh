@@ -9,6 +9,11 @@ __device__ __forceinline__ int opaque(int value) {
   return value;
 }
 
+__device__ __forceinline__ uint4 opaque(uint4 value) {
+  asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w));
+  return value;
+}
+
 template <class T>
 __device__ __forceinline__ const T* opaque(const T* address) {
   asm volatile("" : "+l"(address));

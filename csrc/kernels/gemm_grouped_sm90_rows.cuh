@@ -1,0 +1,116 @@
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "device/properties.cuh"
+#include "kernels/gemm_grouped_sm90.cuh"
+
+/// What the rows that experts have in the mean decide: a captured graph serves any routing.
+namespace ridgeline::gemm_grouped {
+
+constexpr int kManyRows = 256;  // of a tile, at most
+constexpr int kOrderedRows = 256;  // an expert in the mean: of fewer the order takes what it saves
+
+/// Weight rows, at most, where gathered rows are put in order by the kernel that multiplies them.
+/// Of more a kernel ahead takes 1% of the time.
+constexpr int kMostGatheringRows = 8192;
+
+inline std::int64_t mean_rows(const GroupedGemmParams& params) {
+  return params.gemm.M / std::max(params.experts, 1);
+}
+
+/// Up to so many rows an expert tiles are of 32 rows by 64 weight rows, or by 128 of fp8 that is
+/// expanded: four warps a scheduler hide some of that. H200, us, one token of top 2 in 8 experts of
+/// 4096 x 28672: fp8 84 and 68; 32 tokens of top 8 in 128 of 2048 x 1536: 114 and 93.
+constexpr std::int64_t kFewRows = 20;
+
+/// Up to so many, weights that are expanded are multiplied by four warpgroups, a tile of 256 weight
+/// rows, which ask for x once: H200, us, by tiles of many and so, int4 of 4096 x 28672, top 2 of 8
+/// experts, 128, 256 and 384 tokens 419 and 225, 471 and 292, 536 and 544. Tiles of 128 weight
+/// rows, two blocks an SM: 258 and, of 64 rows of x, 424.
+constexpr std::int64_t kMostSomeRows = 80;
+
+inline bool is_int4(const GroupedGemmParams& params) {
+  return params.gemm.weight.format == WeightFormat::kInt4;
+}
+
+inline bool has_few_rows(const GroupedGemmParams& params) {
+  return !is_int4(params) && mean_rows(params) <= kFewRows;
+}
+
+/// Whether tiles are of some rows. Those of int4 are multiplied in another order than many.
+inline bool has_some_rows(const GroupedGemmParams& params) {
+  const GemmParams& p = params.gemm;
+  const std::int64_t mean = mean_rows(params);
+  if (mean > kMostSomeRows) return false;
+  if (is_int4(params)) return !p.batch_invariant;
+  return p.weight.format == WeightFormat::kFp8 && p.x.dtype != DType::kFloat8E4M3 &&
+         mean > kFewRows;
+}
+
+/// Rows of nearly all experts, where they are dealt at random.
+inline float most_rows(const GroupedGemmParams& params) {
+  const auto mean = static_cast<float>(mean_rows(params));
+  return std::min(mean + 2 * std::sqrt(mean), static_cast<float>(params.gemm.M));
+}
+
+/// Whether int4's groups are whole halves of 256 columns.
+inline bool has_whole_groups(const GroupedGemmParams& params) {
+  const GemmParams& p = params.gemm;
+  return p.weight.group % (kColsOfSums / 2) == 0 || p.weight.group >= p.K;
+}
+
+/// Whether the kernel that puts rows of x in order leaves sums of their columns, too, for int4 to
+/// be multiplied as nibbles. H200, lab, by turns, us, as differences and so, 16, 64 and 256 tokens
+/// of top 8 in 128 experts of 2048 x 1536 44.8, 63.5, 72.4 and 41.7, 59.8, 70.2. Not of fewer rows
+/// than experts, as one token's: an infinity of x makes its row NaN so, which differences do not.
+inline bool has_sums(const GroupedGemmParams& params) {
+  const GemmParams& p = params.gemm;
+  return is_int4(params) && p.x.dtype == DType::kBFloat16 && params.rows != nullptr &&
+         !p.weight.zeros && has_some_rows(params) && has_whole_groups(params) &&
+         mean_rows(params) > 0 && most_rows(params) <= 32;
+}
+
+/// Of a row of x so, and the sums.
+inline std::int64_t cols_with_sums(const GroupedGemmParams& params) {
+  return std::int64_t{ceil_div(params.gemm.K, kColsOfSums)} * kColsWithSums;
+}
+
+inline bool is_ordered(const GroupedGemmParams& params) {
+  return params.experts > 1 && mean_rows(params) >= kOrderedRows;
+}
+
+/// H200, lab, by turns, us of a kernel ahead and so, 8192 tokens of top 8 in 128 experts of 2048 x
+/// 1536: fp8 by fp8 466 and 439, bf16 822 and 763, int4 810 and 756; 4096 tokens 274 and 265, 505
+/// and 481, 516 and 502; but 1024 123 and 133.
+inline bool gathers_inside(const GroupedGemmParams& params) {
+  return params.rows != nullptr && is_ordered(params) && params.gemm.N <= kMostGatheringRows;
+}
+
+inline std::int64_t gathered_bytes(const GroupedGemmParams& params) {
+  const std::int64_t cols = has_sums(params) ? cols_with_sums(params) : params.gemm.K;
+  return params.gemm.M * cols * static_cast<std::int64_t>(size_of(params.gemm.x.dtype));
+}
+
+/// Behind the rows in order.
+inline unsigned* claims_of(const GroupedGemmParams& params) {
+  return reinterpret_cast<unsigned*>(static_cast<char*>(params.gemm.workspace) +
+                                     gathered_bytes(params));
+}
+inline std::int64_t claims_count(const GroupedGemmParams& params) {
+  return params.gemm.M / kPieceRows + params.experts + 2;
+}
+
+/// Rows of x that a tile has, at most, of the kernel for many: twice as many as experts have in the
+/// mean, for some have more; fewer leave room for more stages. Where experts have one or two tiles
+/// of 256 rows, and SMs few tiles, those of 192 are alike in size.
+inline int row_tile_for(const GroupedGemmParams& params, int columns) {
+  const std::int64_t mean = mean_rows(params);
+  const auto rows = static_cast<int>(std::clamp<std::int64_t>(mean, 1, kManyRows));
+  if (params.experts == 1) return round_up(rows, kPieceRows);  // it has them all
+  const bool few_tiles = columns * params.experts < 4 * device::multiprocessors();
+  const int most = few_tiles && mean < 2 * kManyRows ? 192 : kManyRows;
+  return std::min(round_up(2 * rows, kPieceRows), most);
+}
+
+}  // namespace ridgeline::gemm_grouped
