@@ -35,7 +35,7 @@ constexpr int kInFlight = 2;  // steps that are multiplied while others are expa
 
 /// The weights of four steps are in registers: those that are multiplied, those that come next, and
 /// those that are expanded.
-template <class Tile, bool kZeros>
+template <class Tile, bool kGeneral>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
                                               Ring<Tile::kStages>& ring, Sums<Tile>& sums,
                                               const Work& work, const Consumer& me) {
@@ -48,14 +48,20 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
   const auto release = [&](int stage) {
     if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
   };
-  Weights<Tile, kZeros> weights{.shared = shared, .launch = launch, .me = me};
+  Weights<Tile, kGeneral> weights{.shared = shared, .launch = launch, .me = me};
   Fragments<Tile> fragments[kSteps];
   weights.start(work);
   ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
   weights.load(ring.stage, work.first_step);
+  weights.take_scales();
 #pragma unroll
   for (int step = 0; step < kSteps - kInFlight; ++step)
     weights.expand(fragments[step], ring.stage, step);
+  const auto next_stage = [&](int k) {
+    ring.next();
+    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+    weights.load(ring.stage, work.first_step + k);
+  };
   int before = -1;
   for (int k = 1; k <= work.steps; ++k) {
     const int s = ring.stage;
@@ -67,14 +73,12 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
       if (step == kInFlight - 1 && before >= 0) release(before);  // its last step is multiplied
       if (step < kInFlight) {
         weights.expand(fragments[step + kSteps - kInFlight], s, step + kSteps - kInFlight);
+        if (Tile::kReadsAhead && step == kInFlight - 1 && k != work.steps) next_stage(k);
         continue;
       }
       if (k == work.steps) continue;
-      if (step == kInFlight) {
-        ring.next();
-        ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
-        weights.load(ring.stage, work.first_step + k);
-      }
+      if (!Tile::kReadsAhead && step == kInFlight) next_stage(k);
+      if (step == kInFlight) weights.take_scales();
       weights.expand(fragments[step - kInFlight], ring.stage, step - kInFlight);
     }
     before = s;
@@ -134,7 +138,8 @@ __global__ void __launch_bounds__(kThreads, 1)
       Sums<Tile> sums;
       if constexpr (Tile::kFp8X) {
         multiply_fp8_tile<Tile>(shared, ring, sums, work, me);
-      } else if (Tile::kInt4 && launch.gemm.weight.zeros) {
+      } else if (Tile::kInt4 && (launch.gemm.weight.zeros ||
+                                 (Tile::kReadsAhead && launch.groups == 2))) {
         multiply_tile<Tile, Tile::kInt4>(launch, shared, ring, sums, work, me);
       } else {
         multiply_tile<Tile, false>(launch, shared, ring, sums, work, me);

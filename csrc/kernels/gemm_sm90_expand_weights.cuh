@@ -10,8 +10,9 @@ struct Fragments {
   std::uint32_t a[Tile::kBands][4];
 };
 
-/// What a warp holds of a stage while it expands it. kZeros: int4 has zero points.
-template <class Tile, bool kZeros>
+/// What a warp holds of a stage while it expands it. kGeneral: int4 has zero points or, where it is
+/// read ahead, may have them, or two groups a stage.
+template <class Tile, bool kGeneral>
 struct Weights {
   using T = typename Tile::T;
 
@@ -19,7 +20,8 @@ struct Weights {
   const Launch& launch;
   Consumer me;
   std::uint32_t words[Tile::kBands][kSteps];                      // int4
-  device::Int4Rows<T, kZeros> rows[Tile::kBands];                 // int4
+  device::Int4Rows<T, kGeneral> rows[Tile::kBands];               // int4
+  int scale_bits[Tile::kBands][2], zero_points[Tile::kBands][2];  // int4, as they come
   const float* blocks[Tile::kBands];                              // fp8: scales of 128 columns each
   float block_scale[Tile::kBands];
   // int4: where the lane's words, scales and zero points lie in a stage. Instructions beside
@@ -33,14 +35,29 @@ struct Weights {
 
   __device__ __forceinline__ void load_scales(int stage, int group) {
     const auto& scales = shared.scales[stage];
+    const bool has_zeros = kGeneral && (!Tile::kReadsAhead || launch.gemm.weight.zeros);
+#pragma unroll
+    for (int band = 0; band < Tile::kBands; ++band) {
+      const auto* of = reinterpret_cast<const std::uint16_t*>(scales.of[group][0]);
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        scale_bits[band][r] = of[scales_at[band] + 8 * r];
+        zero_points[band][r] = has_zeros ? scales.zeros[group][0][zeros_at[band] + 8 * r]
+                                         : Int4Layout::kSymmetricZero;
+      }
+    }
+  }
+
+  /// Factors of the scales that were loaded. Not before: a warp waits for them here.
+  __device__ __forceinline__ void take_scales() {
+    if constexpr (!Tile::kInt4) return;
 #pragma unroll
     for (int band = 0; band < Tile::kBands; ++band)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const T value = scales.of[group][0][scales_at[band] + 8 * r];
-        std::uint32_t zero_point = Int4Layout::kSymmetricZero;
-        if (kZeros) zero_point = scales.zeros[group][0][zeros_at[band] + 8 * r];
-        rows[band].set(r, value, zero_point);
+        const int of = scale_bits[band][r];
+        const auto bits = static_cast<std::uint16_t>(Tile::kReadsAhead ? ptx::opaque(of) : of);
+        rows[band].set(r, *reinterpret_cast<const T*>(&bits), zero_points[band][r]);
       }
   }
 
@@ -85,7 +102,11 @@ struct Weights {
 
   /// Columns [16 step, 16 step + 16) of the stage.
   __device__ __forceinline__ void expand(Fragments<Tile>& to, int stage, int step) {
-    if (Tile::kInt4 && step == kSteps / 2 && launch.groups == 2) load_scales(stage, 1);
+    const bool may_have_two = Tile::kInt4 && (kGeneral || !Tile::kReadsAhead);
+    if (may_have_two && step == kSteps / 2 && launch.groups == 2) {
+      load_scales(stage, 1);
+      take_scales();
+    }
 #pragma unroll
     for (int band = 0; band < Tile::kBands; ++band)
 #pragma unroll
