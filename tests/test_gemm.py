@@ -323,7 +323,7 @@ def plan(
         (129, {"hopper": True}, "library"),
         (65, {"hopper": True, "format": "int4"}, "cluster"),
         (256, {"hopper": True, "format": "int4"}, "cluster"),
-        (257, {"hopper": True, "format": "int4"}, "expand"),
+        (1025, {"hopper": True, "format": "int4"}, "expand"),
         (65, {"hopper": True, "format": "int4", "dtype": "float16"}, "expand"),
         (65, {"hopper": True, "format": "fp8"}, "cluster"),
         (65, {"hopper": True, "format": "fp8", "activation": "silu_mul"}, "expand"),
@@ -336,7 +336,7 @@ def plan(
         (65, {"hopper": True, "format": "fp8_fp8", "invariant": True}, "tile"),
         (65, {"hopper": True, "format": "int4_fp8"}, "cluster"),
         (256, {"hopper": True, "format": "int4_fp8"}, "cluster"),
-        (257, {"hopper": True, "format": "int4_fp8"}, "expand_to_fp8"),
+        (1025, {"hopper": True, "format": "int4_fp8"}, "expand_to_fp8"),
         (64, {"hopper": True, "format": "int4_fp8"}, "cluster"),
         (1, {"format": "int8"}, "tile"),
         (1, {"hopper": True, "format": "int8"}, "cluster"),
@@ -607,15 +607,17 @@ def test_tiles_of_a_cluster_by_rows(
         (104, 4096, 4096, "fp8", (128, 64, 2)),  # of up to 128 rows
         (105, 4096, 4096, "fp8", (64, 64, 1)),
         (128, 6144, 4096, "fp8", (128, 128, 2)),
-        (128, 6144, 4096, "int4", (64, 128, 1)),
+        (128, 6144, 4096, "int4", (128, 64, 1)),  # of up to 128 rows
+        (256, 6144, 4096, "int4", (64, 192, 1)),  # of three warpgroups
+        (512, 6144, 4096, "int4", (128, 192, 1)),
         (128, 4096, 4096, "int4", (64, 64, 1)),
         (128, 28672, 4096, "fp8_fp8", (128, 256, 1)),
         (512, 4096, 4096, "fp8_fp8", (128, 128, 1)),
         (128, 256, 128, "fp8_fp8", (64, 128, 1)),
         (256, 28672, 4096, "int4", (256, 128, 1)),
         (192, 28672, 4096, "int4", (192, 128, 1)),
-        (192, 4096, 14336, "int4", (192, 128, 4)),
-        (512, 4096, 14336, "int4", (256, 128, 2)),
+        (192, 4096, 14336, "int4", (64, 192, 2)),
+        (512, 4096, 14336, "int4", (128, 128, 1)),
         (4096, 4096, 4096, "int4", (256, 128, 1)),
     ],
 )

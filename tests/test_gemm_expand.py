@@ -14,18 +14,24 @@ from ridgeline import ops
 # M, N, K, and who multiplies a tile: one block, several a segment of K, another its tail, or two
 # where all blocks multiply as many stages; or the cluster kernel, tiles of 64 rows.
 SHARED = [
-    (192, 4096, 14336, "segments"),  # four of them, tiles of 192 rows
-    (192, 7168, 4096, "segments"),  # two
-    (500, 4096, 14336, "segments"),  # two, tiles of 256 rows
-    (250, 6144, 4096, "tail"),
-    (384, 6144, 4096, "tail"),  # tiles of 192 rows
-    (500, 6144, 4096, "tail"),  # tiles of 256 rows
+    (768, 1024, 14336, "segments"),  # four of them, tiles of 192 rows
+    (384, 6144, 4096, "tail"),
+    (700, 8704, 3584, "even"),
     (500, 18944, 3584, "even"),
-    (120, 18944, 3584, "even"),  # tiles of 128 rows
+    (600, 7680, 3584, "even"),  # tiles of 128 rows
     (65, 2048, 2048, "cluster"),
     (128, 4096, 2048, "cluster"),
-    (128, 4096, 14336, "cluster"),
     (250, 4096, 2048, "cluster"),  # rows of the last tile are multiplied twice
+    (100, 6128, 4224, "cluster"),  # tall tiles of 64 weight rows
+    (330, 2048, 2048, "cluster"),
+    (128, 4096, 14336, "cluster"),  # two blocks a tile
+    (500, 4096, 14336, "cluster"),  # tall tiles of 128 weight rows
+    (250, 6144, 4096, "cluster"),  # broad tiles of 64 rows
+    (192, 7168, 4096, "cluster"),  # the last is not whole
+    (192, 4096, 14336, "cluster"),  # two blocks a tile
+    (500, 6144, 4096, "cluster"),  # broad tiles of 128 rows
+    (120, 18944, 3584, "cluster"),
+    (384, 4096, 14336, "cluster"),
 ]
 
 
@@ -71,15 +77,16 @@ def test_blocks_that_wait_for_each_other_run_at_once(sms: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("zero_point", [False, True], ids=["symmetric", "zeros"])
-@pytest.mark.parametrize(("M", "N", "K", "expected"), SHARED)
-def test_shared_tiles(M: int, N: int, K: int, expected: str, zero_point: bool, gated: bool) -> None:
+@pytest.mark.parametrize("group", [128, 64])  # of 64 tiles are never the cluster kernel's
+@pytest.mark.parametrize(("M", "N", "K"), [shape[:3] for shape in SHARED])
+def test_shared_tiles(M: int, N: int, K: int, group: int, zero_point: bool, gated: bool) -> None:
     """The sums of several blocks, in a launch that a graph runs again, over any workspace."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
 
-    weight = ops.pack_int4(normal(N, K) * K**-0.5, 128, zero_point)
+    weight = ops.pack_int4(normal(N, K) * K**-0.5, group, zero_point)
     bias, x = normal(N), normal(M, K)
     residual = normal(M, N // 2)
     options: dict[str, Any] = {"activation": "silu_mul", "residual": residual} if gated else {}
@@ -151,8 +158,10 @@ CODES = [
     (128, 2048, 2048, "cluster"),  # two blocks a tile
     (250, 2048, 2048, "cluster"),  # rows of the last tile are multiplied twice
     (128, 6144, 4096, "cluster"),  # two blocks an SM
-    (160, 4096, 8192, "segments"),
-    (250, 6144, 4096, "whole"),
+    (160, 4096, 8192, "cluster"),  # two blocks of a broad tile of 64 rows
+    (250, 6144, 4096, "cluster"),  # two blocks of a broad tile of 128 rows
+    (330, 8192, 3072, "cluster"),  # one
+    (384, 11776, 3584, "even"),  # tiles of 128 rows
     (130, 1024, 1152, "cluster"),
     (600, 8192, 128, "whole"),  # one stage
     (600, 8192, 256, "whole"),  # two
@@ -161,7 +170,7 @@ CODES = [
     (500, 4096, 14336, "segments"),  # two
     (500, 6144, 4096, "tail"),
     (1000, 6144, 4096, "even"),
-    (120, 18944, 3584, "even"),  # tiles of 128 rows
+    (120, 18944, 3584, "cluster"),
     (1000, 4096, 2048, "whole"),
     (2100, 8192, 384, "whole"),  # several tiles a block
 ]

@@ -14,8 +14,8 @@ namespace ridgeline::gemm_cluster {
 
 using namespace gemm_detail;
 
-/// What a warpgroup keeps in registers: 64 weight rows by all rows of x.
-template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
+/// What a warpgroup keeps in registers: 64 weight rows by all rows of x. kBroad: of three of them.
+template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens, bool kBroad>
 struct Consumer {
   using Layout = StageLayout<kFormat, kFp8X, kTokens>;
   using Wgmma = ptx::WgmmaFew<kTokens, E>;
@@ -53,11 +53,11 @@ struct Consumer {
     ptx::wgmma_commit();
   }
 
-  /// Four operands from registers: 64 columns, box `box` of x.
+  /// Four operands from registers by rows of x, whose columns they meet begin at `x`.
   template <int kOctets>
-  __device__ void multiply_registers(const Stage& stage, const std::uint32_t (&a)[4][4], int box,
+  __device__ void multiply_registers(const char* x, const std::uint32_t (&a)[4][4],
                                      float (&into)[kOctets][4], bool accumulate) const {
-    const std::uint64_t b = operand(stage.x + box * params.x_box);
+    const std::uint64_t b = operand(x);
     ptx::hold_registers(into);
     ptx::wgmma_fence();
 #pragma unroll
@@ -136,7 +136,7 @@ struct Consumer {
 #pragma unroll
                     for (int box = 0; box < 2; ++box) {
                       expand(i, stage, box, a[box]);
-                      multiply_registers(stage, a[box], box, sums, true);
+                      multiply_registers(stage.x + box * params.x_box, a[box], sums, true);
                       ptx::wgmma_wait<1>();
                       if (box == 0 && last >= 0) release(last);
                     }
@@ -175,9 +175,9 @@ struct Consumer {
 #pragma unroll 1
     for (int i = turn; i < count; i += turns) {
       float part[kRows / 8][4];
-      multiply_registers(stage, a[0], 0, part, false);
+      multiply_registers(stage.x, a[0], part, false);
       int4.expand(second, differences, differences, a[1]);
-      multiply_registers(stage, a[1], 1, part, true);
+      multiply_registers(stage.x + params.x_box, a[1], part, true);
       const int last = place.stage;
       const bool more = i + turns < count;
       uint4 first;
@@ -194,9 +194,7 @@ struct Consumer {
       ptx::wgmma_wait<0>();
       ptx::hold_registers(part);
       release(fixed, last);
-#pragma unroll
-      for (int j = 0; j < kRows / 2; ++j)
-        sums[j / 4][j % 4] = fmaf(scale[j % 4 / 2], part[j / 4][j % 4], sums[j / 4][j % 4]);
+      add_scaled(sums, part, {scale[0], scale[1]}, 0);
       scale[0] = next_scale[0], scale[1] = next_scale[1];
     }
   }
@@ -230,9 +228,11 @@ struct Consumer {
 
   /// Int4 by e4m3, stages that lie in one group, without zero points: products of a stage are
   /// scaled and added in float32. While they run, up to 32 rows of x, the next stage is expanded.
+  /// Of 128 rows there are registers for the products of half.
   template <int kRows>
   __device__ void run_as_e4m3(Fixed& fixed, const char* ring, int count, int turn, int turns) {
-    constexpr bool kAhead = kRows <= 32;
+    constexpr int kAtOnce = std::min(kRows, 64);
+    constexpr bool kAhead = kRows <= (kBroad ? 64 : 32);
     if (turn >= count) return;
     const Int4<T, Layout> int4(params, unit, warp, lane);
     StagePlace<Layout::kApart> place;
@@ -246,9 +246,17 @@ struct Consumer {
     int4.expand_to_e4m3(stage.weight, a);
 #pragma unroll 1
     for (int i = turn; i < count; i += turns) {
-      float part[kRows / 8][4];
-      multiply_registers(stage, a, 0, part, false);
-      const float2 scale = int4.e4m3_scales(stage.weight);
+      float part[kAtOnce / 8][4];
+      float2 scale;
+#pragma unroll
+      for (int first = 0; first < kRows; first += kAtOnce) {
+        multiply_registers(stage.x + first * kRowBytes, a, part, false);
+        if (first == 0) scale = int4.e4m3_scales(stage.weight);
+        if (first == kRows - kAtOnce) break;
+        ptx::wgmma_wait<0>();
+        ptx::hold_registers(part);
+        add_scaled(sums, part, scale, first / 8);
+      }
       const int last = place.stage;
       const bool more = i + turns < count;
       if (more) place.advance(turns, params);
@@ -256,10 +264,7 @@ struct Consumer {
       ptx::wgmma_wait<0>();
       ptx::hold_registers(part);
       release(fixed, last);
-#pragma unroll
-      for (int j = 0; j < kRows / 2; ++j)
-        sums[j / 4][j % 4] =
-            fmaf(j % 4 < 2 ? scale.x : scale.y, part[j / 4][j % 4], sums[j / 4][j % 4]);
+      add_scaled(sums, part, scale, (kRows - kAtOnce) / 8);
       if (!more) continue;
       if constexpr (!kAhead) {
         int4.expand_to_e4m3((stage = wait_full()).weight, a);
@@ -283,9 +288,7 @@ struct Consumer {
                     ptx::wgmma_wait<0>();
                     hold(part);
                     release(place);
-#pragma unroll
-                    for (int j = 0; j < kTokens / 2; ++j)
-                      sums[j / 4][j % 4] += (j % 4 < 2 ? scale.x : scale.y) * part[j / 4][j % 4];
+                    add_scaled(sums, part, scale, 0);
                   });
   }
 

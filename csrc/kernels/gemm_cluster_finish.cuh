@@ -31,6 +31,7 @@ struct Finish {
   int rank = blockIdx.x, blocks = gridDim.x;  // of the cluster
   float* scale = fixed.scale;  // of the tile's weight rows
   float* bias = fixed.bias;
+  int threads = kConsumerThreads;  // that hold sums
 
   __device__ int columns() const { return params.row_groups * kGroupRows; }
   __device__ int pitch() const { return columns() + 4; }  // a warp's sums go to 32 banks
@@ -88,7 +89,7 @@ struct Finish {
       const int begin = owner * params.rows_each, end = min(begin + params.rows_each, rows);
       const int from = rank < owner ? rank : rank - 1;
 #pragma unroll 1
-      for (int m = begin + threadIdx.x / per_row; m < end; m += kConsumerThreads / per_row)
+      for (int m = begin + threadIdx.x / per_row; m < end; m += threads / per_row)
         ptx::put_in_block(inbox(from, m - begin, column), sum_of(m, column), &fixed.received,
                           owner);
     }
@@ -186,7 +187,7 @@ struct Finish {
     const GemmParams& p = params.gemm;
     const int out_cols = p.out_cols(), per_row = params.box_rows / kEach;
     const int column = threadIdx.x % per_row * kEach, n = first + column;
-    const int begin = rank * params.rows_each, step = kConsumerThreads / per_row;
+    const int begin = rank * params.rows_each, step = threads / per_row;
     const int end = min(begin + params.rows_each, rows);
     if (n >= out_cols || threadIdx.x / per_row >= step) return;
     const Factors by = factors_of(column);

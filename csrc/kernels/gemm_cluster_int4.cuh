@@ -2,8 +2,20 @@
 #include "device/dequant.cuh"
 #include "kernels/gemm_cluster_sm90.cuh"
 
-/// Where a thread of the cluster kernel finds its int4 in a stage, and how that becomes operands.
+/// Where a thread of the cluster kernel finds its int4 in a stage, how that becomes operands, and
+/// how products in parts become sums.
 namespace ridgeline::gemm_cluster {
+
+/// Adds `part` times the scales of a thread's two weight rows to sums, from octet `first` on.
+template <int kAll, int kPart>
+__device__ __forceinline__ void add_scaled(float (&sums)[kAll][4], const float (&part)[kPart][4],
+                                           float2 scale, int first) {
+#pragma unroll
+  for (int j = 0; j < kPart * 4; ++j) {
+    float& sum = sums[first + j / 4][j % 4];
+    sum = fmaf(j % 4 < 2 ? scale.x : scale.y, part[j / 4][j % 4], sum);
+  }
+}
 
 template <class T, class Layout>
 struct Int4 {

@@ -9,10 +9,10 @@
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "device/reduce.cuh"
+#include "kernels/gemm_cluster_block.cuh"
 #include "kernels/gemm_cluster_consumer.cuh"
 #include "kernels/gemm_cluster_finish.cuh"
 #include "kernels/gemm_cluster_norm.cuh"
-#include "kernels/gemm_cluster_turns.cuh"
 #include "kernels/gemm_launch.cuh"
 
 namespace ridgeline::gemm_detail {
@@ -20,54 +20,26 @@ namespace {
 
 using namespace gemm_cluster;
 
-// ---- Constants ----------------------------------------------------------------------------------
-
-/// The kernel of so few rows of x meets them with a norm, by further warps.
-constexpr int kNormTokens = gemm_config::kNormRows;
-
-/// Blocks of an SM: sums of 128 rows of x and the operands of an expanded weight are one's.
-template <WeightFormat kFormat, int kTokens>
-constexpr int kBlocks = kTokens == kManyTokens && kFormat != WeightFormat::kDense ? 1 : 2;
-template <int kTokens>
-constexpr int kBlockThreads = kThreads + (kTokens == kNormTokens ? (kNormWarps - 1) * 32 : 0);
-
-/// Octets of rows of x whose sums TurnsEnd takes.
-template <int kTokens>
-__host__ __device__ constexpr int octets_of_turns(const ClusterParams& params) {
-  return kTokens == 64 ? 8 : params.rows_held <= 16 ? 2 : 4;
-}
-
-/// What a block receives that finishes so many rows: sums, and squares of a norm.
-template <int kTokens>
-__host__ __device__ constexpr int received_bytes(const ClusterParams& p, int segments, int rows) {
-  constexpr int kSquares = kTokens == kNormTokens ? kNormTokens * 4 : 0;
-  if (p.by_turns) return bytes_of_turns(octets_of_turns<kTokens>(p)) + kSquares;
-  return (segments - 1) * (rows * p.row_groups * kGroupRows * 4 + kSquares);
-}
-
-/// Stages of the weight that L2 is asked for by blocks that have an SM each ...
-constexpr int kPrefetched = 4;
-/// ... and that are still to be requested when the next kernel is let on.
-constexpr int kReleased = 3;
-
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// Grid: (segments of K, tiles of 64, 112 or 128 weight rows by kTokens rows of x, the row tiles
-/// side by side); the segments of a tile are a cluster. Two warps request stages of 64 or 128
-/// columns of the tile and of its rows of x; two warpgroups multiply 64 weight rows by 16, 32, 64
-/// or 128 rows of x: of a longer tile the second has the rows from 64 on, those of 64 rows take
-/// stages by turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an fp8 x,
-/// from shared memory, the others expanded into registers. At the end each block adds up, in order,
-/// some rows of x, of which its neighbours send it their sums. Sums in float32; of fp8 by fp8, of
-/// which the tensor cores keep 14 bits, every 128 columns anew.
+/// Grid: (segments of K, tiles of 64, 112, 128 or 192 weight rows by kTokens rows of x, the row
+/// tiles side by side); the segments of a tile are a cluster. Two warps request stages of 64 or 128
+/// columns of the tile and of its rows of x; kGroups warpgroups, two or three, multiply 64 weight
+/// rows by 16, 32, 64 or 128 rows of x: of a longer tile the second has the rows from 64 on, those
+/// of 64 rows take stages by turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and
+/// fp8 with an fp8 x, from shared memory, the others expanded into registers. At the end each block
+/// adds up, in order, some rows of x, of which its neighbours send it their sums. Sums in float32;
+/// of 8 bits by 8, of which the tensor cores keep 14 bits, every 128 columns anew.
 /// The kernel of 16 rows of x has three warps that meet it with its norm, and request what they
 /// begin with, in place of the one that requests x.
 /// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
-template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
-__global__ void __launch_bounds__(kBlockThreads<kTokens>, kBlocks<kFormat, kTokens>)
+template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens, int kGroups>
+__global__ void __launch_bounds__(kBlockThreads<kTokens, kGroups>,
+                                  (kBlocks<kFormat, kTokens, kGroups>))
     cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   using Layout = StageLayout<kFormat, kFp8X, kTokens>;
+  constexpr int kMultipliers = kGroups * kGroupThreads, kWarps = kMultipliers / 32;
   extern __shared__ __align__(1024) char memory[];
   // At the end, where a short tile's last operand may reach over the last stage.
   Fixed& fixed = *reinterpret_cast<Fixed*>(memory + params.shared_bytes - kFixedBytes);
@@ -99,20 +71,20 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, kBlocks<kFormat, kToke
     ptx::mbarrier_expect(&fixed.received, received_bytes<kTokens>(params, segments, rows));
     ptx::fence_mbarrier_init();
   }
-  if (threadIdx.x == kThreads - 1) {
+  if (threadIdx.x == kBlockThreads<kTokens, kGroups> - 1) {
     ptx::prefetch_tensor_map(&params.weight);
     ptx::prefetch_tensor_map(&params.x);
   }
   __syncthreads();  // the barriers are made
   if (segments > 1) ptx::cluster_arrive_relaxed();
   const Producer<Layout> producer{params, fixed, ring, begin, count, first, up_first, row0};
-  if (warp == kConsumers) {
+  if (warp == kWarps) {
     if (ptx::elect_one()) producer.run_weight();
-  } else if (warp > kConsumers) {
-    if (Layout::kAsksForX && warp == kConsumers + 1 && !p.weights_ready)
+  } else if (warp > kWarps) {
+    if (Layout::kAsksForX && warp == kWarps + 1 && !p.weights_ready)
       prefetch_ahead(p, lane, first);
     if constexpr (kFolds) {
-      Normalizer<T, Layout>{producer, warp - kConsumers - 1, lane}.run();
+      Normalizer<T, Layout>{producer, warp - kWarps - 1, lane}.run();
     } else {
       if (ptx::elect_one()) producer.run_x();
     }
@@ -122,12 +94,17 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, kBlocks<kFormat, kToke
     const int unit = groups == 1 ? 0 : warp / 4;
     Finish<T> finish{params, fixed, reinterpret_cast<float*>(ring),
                      reinterpret_cast<float4*>(received), first, row0, m};
+    if constexpr (kGroups > 2) {
+      auto& broad = *reinterpret_cast<Broad*>(reinterpret_cast<char*>(&fixed) - sizeof(Broad));
+      finish.scale = broad.scale, finish.bias = broad.bias;
+      finish.threads = kMultipliers;
+    }
     finish.bring_factors(up_first);
     const int in_tile = unit * kGroupRows + warp % 4 * kStripRows;
     const auto row_of = [&](int i) {
       return params.paired && i >= params.box_rows ? up_first + i - params.box_rows : first + i;
     };
-    Consumer<T, E, kFormat, kFp8X, kTokens> consumer{
+    Consumer<T, E, kFormat, kFp8X, kTokens, (kGroups > 2)> consumer{
         params, unit, warp % 4, lane,
         {row_of(in_tile), row_of(in_tile + 8)}};
     consumer.run(fixed, ring, begin, count, turn, groups == 1 ? 2 : 1);
@@ -149,9 +126,9 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, kBlocks<kFormat, kToke
       return;
     }
     // Every consumer has read its last stage, and the squares are there.
-    ptx::named_barrier_sync(1, kConsumerThreads + (kFolds ? kNormWarps * 32 : 0));
+    ptx::named_barrier_sync(1, kMultipliers + (kFolds ? kNormWarps * 32 : 0));
     finish.keep(consumer.sums, turn, in_tile);
-    ptx::named_barrier_sync(1, kConsumerThreads);  // the block's sums are whole
+    ptx::named_barrier_sync(1, kMultipliers);  // the block's sums are whole
     if (segments > 1) {
       ptx::cluster_wait();  // the barriers of all blocks are made
       finish.send();
@@ -160,7 +137,7 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, kBlocks<kFormat, kToke
     }
     if (kFolds) {
       finish.fold_norm();
-      ptx::named_barrier_sync(1, kConsumerThreads);  // the rows' scales are whole
+      ptx::named_barrier_sync(1, kMultipliers);  // the rows' scales are whole
     }
     finish.store();
   }
@@ -169,7 +146,7 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens>, kBlocks<kFormat, kToke
 
 // ---- Launch -------------------------------------------------------------------------------------
 
-template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens>
+template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens, int kGroups = 2>
 void launch(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   using Layout = StageLayout<kFormat, kFp8X, kTokens>;
   constexpr int kCols = Layout::kCols;
@@ -196,15 +173,16 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   constexpr int kFewStages = 40;
   const bool few_stages = kTokens <= 32 && !p.weights_ready &&
                           ceil_div(params.steps, segments) <= kFewStages;
-  const bool is_long = kFormat == WeightFormat::kDense
-                           ? !few_stages
-                           : kTokens >= 64 && !kFp8X && kFormat != WeightFormat::kInt8;
+  constexpr bool kLong =
+      kGroups > 2 || (kTokens >= 64 && !kFp8X && kFormat != WeightFormat::kInt8);
+  const bool is_long = kFormat == WeightFormat::kDense ? !few_stages : kLong;
   // Behind a kernel of few blocks they would stack by twos on the SMs that it leaves free. H200, 32
   // rows of int4 behind a norm of 32 blocks, us: 4096 x 6144 14.8 and 9.9, 4096 x 4096 9.3 and 7.3;
   // where this kernel follows itself 6.7 and, without blocks of the next one beside it, 8.3.
   const bool one_each = tiles <= gemm_config::kClusters[segments - 1];
   // Sums of 128 rows and those of a neighbour do not fit half of it.
-  const bool shares = !one_each && (kTokens < kManyTokens || segments < kBlocks<kFormat, kTokens>);
+  const bool shares = !one_each && kGroups == 2 &&
+                      (kTokens < kManyTokens || segments < kBlocks<kFormat, kTokens, kGroups>);
   params.shared_bytes = shares            ? gemm_config::kShareOfSm
                         : is_long         ? 2 * gemm_config::kShareOfSm
                         : p.weights_ready ? gemm_config::kShareOfStrips
@@ -227,7 +205,9 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   }
   const int weight_bytes = params.tile_rows * Layout::kRowOfWeight +
                            (params.paired ? 2 : 1) * (params.scale_bytes + params.zero_bytes);
-  cut_rings<Layout>(params, params.shared_bytes - kFixedBytes - received, weight_bytes,
+  cut_rings<Layout>(params,
+                    params.shared_bytes - kFixedBytes - kFactorBytes<kGroups> - received,
+                    weight_bytes,
                     kFolds ? Layout::kNormBytes : 0,
                     params.row_groups == 1 ? 4 : kFolds ? kNormWarps : 2);
   constexpr bool kExpandsInt4 = Layout::kInt4 && !kFp8X;
@@ -292,9 +272,9 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   }
   check(tiles <= 65535, "linear: weight rows must be at most ", 65535 * params.box_rows, ", got ",
         p.N);
-  device::launch_chained<cluster_sm90_kernel<T, E, kFormat, kFp8X, kTokens>>(
-      dim3(segments, tiles), dim3(kBlockThreads<kTokens>), params.shared_bytes, stream, params,
-      "linear: cluster", segments);
+  device::launch_chained<cluster_sm90_kernel<T, E, kFormat, kFp8X, kTokens, kGroups>>(
+      dim3(segments, tiles), dim3(kBlockThreads<kTokens, kGroups>), params.shared_bytes, stream,
+      params, "linear: cluster", segments);
 }
 
 template <class T, int kTokens>
@@ -327,6 +307,18 @@ void launch_norm(const GemmParams& p, const gemm_config::Config& config, Stream 
   launch<T, T, WeightFormat::kFp8, false, kNormTokens>(p, config, stream);
 }
 
+/// Tiles of three warpgroups: int4 by bfloat16 or by e4m3.
+void launch_broad(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  using T = __nv_bfloat16;
+  constexpr auto kInt4 = WeightFormat::kInt4;
+  const bool tall = config.tile_rows == kManyTokens;
+  if (p.x.dtype == DType::kFloat8E4M3)
+    return tall ? launch<T, std::uint8_t, kInt4, true, kManyTokens, 3>(p, config, stream)
+                : launch<T, std::uint8_t, kInt4, true, 64, 3>(p, config, stream);
+  tall ? launch<T, T, kInt4, false, kManyTokens, 3>(p, config, stream)
+       : launch<T, T, kInt4, false, 64, 3>(p, config, stream);
+}
+
 template <class T>
 void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   if (p.x.norm_weight) return launch_norm(p, config, stream);
@@ -335,7 +327,9 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
     return launch<T, T, WeightFormat::kDense, false, kManyTokens>(p, config, stream);
   if constexpr (std::is_same_v<T, __nv_bfloat16>)
     if (config.tile_rows == kManyTokens)
-      return launch<T, T, WeightFormat::kFp8, false, kManyTokens>(p, config, stream);
+      return p.weight.format == WeightFormat::kFp8
+                 ? launch<T, T, WeightFormat::kFp8, false, kManyTokens>(p, config, stream)
+                 : launch<T, T, WeightFormat::kInt4, false, kManyTokens>(p, config, stream);
   launch_format<T, 64>(p, config, stream);
 }
 
@@ -343,6 +337,7 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
 
 void launch_cluster(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   if (config.tile_cols == gemm_config::kWideCols) return launch_wide(p, stream);
+  if (config.tile_cols == gemm_config::kBroadCols) return launch_broad(p, config, stream);
   if (p.dtype == DType::kFloat16) return launch_rows<__half>(p, config, stream);
   launch_rows<__nv_bfloat16>(p, config, stream);
 }

@@ -19,7 +19,8 @@ using gemm_config::kStripRows;
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kConsumers = 8;          // warps that multiply, ...
+constexpr int kGroupThreads = 128;
+constexpr int kConsumers = 8;          // warps that multiply, but of broad tiles, ...
 constexpr int kConsumerThreads = kConsumers * 32;
 constexpr int kThreads = kConsumerThreads + 2 * 32;  // ... and two that request
 constexpr int kNormWarps = 3;          // that weigh x, where it meets its norm

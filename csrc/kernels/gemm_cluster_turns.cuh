@@ -32,7 +32,6 @@ constexpr int bytes_of_turns(int octets) { return octets / 2 * 8 * kGroupRows * 
 /// by both: so a warp stores whole sectors of 16 columns of y.
 template <class T, int kOctets, bool kFolds>
 struct TurnsEnd {
-  static constexpr int kGroupThreads = kConsumerThreads / 2;
   static constexpr int kKept = kOctets / 2;  // octets, of a warpgroup; pairs, of a block
   // All who have a part in the sums, and those who weigh x in the squares.
   static constexpr int kThreadsOfSums = kConsumerThreads + (kFolds ? kNormWarps * 32 : 0);

@@ -27,6 +27,7 @@ constexpr int kTallRows = 128;      // of x, in a tall tile of the cluster kerne
 constexpr int kNormRows = 16;       // of x that the cluster kernel folds a norm of
 constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
 constexpr int kWideCols = 224;   // weight rows of the cluster kernel's wide tiles
+constexpr int kBroadCols = 192;  // and of its broad ones, of more than few rows of x
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kCodesCols = 16384;   // columns of a row whose codes the strips kernel makes
 constexpr int kGateCols = 224;   // weight rows of fp8 by fp8's tiles of gates and ups

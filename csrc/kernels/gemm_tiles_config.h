@@ -192,19 +192,29 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
 /// or two of them one. A weight goes to the tensor cores twice as often as with rows of 128, but
 /// such a kernel starts and ends sooner. Of int4 in units of kExpandTiles, of which kernels take 6%
 /// and 0.8 us more; those of an e4m3 x in units of kExpandToFp8Tiles: it is taken as it is. Of 8
-/// bits by 8 in units of kFp8Tiles. fp8 by 16 bits, 128 rows at a time, too, of which up to 104
-/// leave room for two stages more; in units of kExpandTiles, of which kernels take 22% more.
+/// bits by 8 in units of kFp8Tiles. Weights that are expanded, 128 rows at a time, too, of which up
+/// to 104 leave room for two stages more; fp8 by 16 bits in units of kExpandTiles, of which kernels
+/// take 22% more. int4 by 192 weight rows of three warpgroups.
 struct ClusterTile {
   std::int32_t cols, blocks;  // of a tile, of an SM
   double step, ends, add;
   std::int32_t rows = kFewRows, most = 1 << 20;  // of x, in a tile and in all
 };
 constexpr ClusterTile kClusterTiles[] = {
-    {128, 1, 0.378, 2.1, 1.6}, {112, 1, 0.378, 2.1, 1.6}, {64, 1, 0.218, 2.1, 0.3}};
+    {128, 1, 0.378, 2.1, 1.6},
+    {112, 1, 0.378, 2.1, 1.6},
+    {64, 1, 0.218, 2.1, 0.3},
+    {64, 1, 0.31, 2.2, 1.5, kTallRows, 104},
+    {64, 1, 0.31, 2.7, 7.0, kTallRows},
+    {128, 1, 0.632, 3.0, 2.4, kTallRows},
+    {kBroadCols, 1, 0.54, 2.4, 2.1},
+    {kBroadCols, 1, 0.96, 3.3, 2.6, kTallRows}};
 constexpr ClusterTile kClusterCodesTiles[] = {{128, 1, 0.414, 3.2, 1.3},
                                               {112, 1, 0.414, 3.2, 1.3},
                                               {64, 1, 0.222, 2.85, 0.1},
-                                              {64, 2, 0.386, 3.2, 0.1}};
+                                              {64, 2, 0.386, 3.2, 0.1},
+                                              {kBroadCols, 1, 0.54, 3.6, 2.0},
+                                              {kBroadCols, 1, 0.79, 3.4, 3.5, kTallRows}};
 constexpr ClusterTile kClusterFp8Tiles[] = {{128, 1, 0.27, 2.3, 2.5}, {64, 1, 0.15, 3.1, 0.1}};
 constexpr ClusterTile kClusterInt8Tiles[] = {{64, 1, 0.23, 2.6, 0.1}};
 constexpr ClusterTile kClusterExpandedFp8Tiles[] = {{64, 1, 0.28, 1.2, 1.3, kFewRows, 256},
@@ -229,7 +239,8 @@ constexpr bool may_be_for_cluster(const Shape& shape) {
 /// That kernel where it takes less than `time`. H200, lab, us, expanded tiles and so: 4096 x 4096
 /// by 96 to 128 rows 15.5, 10.4, by 192 19.1, 16.1, by 256 21.1, 16.5; 4096 x 6144 by 128 21.0,
 /// 16.1; 14336 x 4096 by 128 31.0, 26.8; 5120 x 5120 by 192 29.4, 19.5; 2048 x 2048 by 128 11.6,
-/// 5.1. With zero points or gated it gains as much, or loses up to 4% where it gains as little. x
+/// 5.1; by larger tiles 4096 x 6144 by 128, 256 and 512 16.4, 24.1, 39.7 and 14.1, 21.7, 35.7. With
+/// zero points or gated it gains as much, or loses up to 4% where it gains as little. x
 /// of e4m3, expanded tiles as they were and so: 4096 x 4096 by 128 rows 14.8, 9.7, by 256 19.0,
 /// 15.6; 4096 x 6144 by 128 19.0, 15.5; 8192 x 8192 28.9, 27.8. fp8 by fp8, tiles of 128 rows and
 /// so, chained: 4096 x 4096 by 72 to 128 rows 12.3, 8.7, by 192 12.6, 11.6; 4096 x 6144 by 128
