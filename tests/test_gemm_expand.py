@@ -17,7 +17,8 @@ SHARED = [
     (768, 1024, 14336, "segments"),  # four of them, tiles of 192 rows
     (384, 6144, 4096, "tail"),
     (700, 8704, 3584, "even"),
-    (500, 18944, 3584, "even"),
+    (250, 18944, 3584, "rest"),  # the last columns are the cluster kernel's
+    (500, 18944, 3584, "rest"),
     (600, 7680, 3584, "even"),  # tiles of 128 rows
     (65, 2048, 2048, "cluster"),
     (128, 4096, 2048, "cluster"),
@@ -47,6 +48,8 @@ def plan(M: int, N: int, K: int, format: str = "int4", sms: int = 132) -> dict[s
 def who(chosen: dict[str, str]) -> str:
     if chosen["path"] == "cluster":
         return "cluster"
+    if chosen["rest"] != "0":
+        return "rest"
     if chosen["even"] == "1":
         return "even"
     return "tail" if chosen["tail"] != "0" else "segments" if chosen["segments"] != "1" else "whole"
@@ -170,6 +173,7 @@ CODES = [
     (500, 4096, 14336, "segments"),  # two
     (500, 6144, 4096, "tail"),
     (1000, 6144, 4096, "even"),
+    (250, 18944, 3584, "rest"),
     (120, 18944, 3584, "cluster"),
     (1000, 4096, 2048, "whole"),
     (2100, 8192, 384, "whole"),  # several tiles a block
@@ -275,3 +279,42 @@ def test_scales_of_any_size(M: int, group: int, dtype: torch.dtype, zero_point: 
     out = ops.int4_linear(x, weight).double()
     error = (out - wanted).norm(dim=0) / wanted.norm(dim=0)
     assert error.max() < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ready", [False, True], ids=["alone", "chained"])
+@pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "codes"])
+def test_the_rest_of_a_wave_sees_x_that_was_just_written(codes: bool, ready: bool) -> None:
+    """Two kernels: either has the x that the kernel ahead of both writes, and what comes behind
+    them finds all of y."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    M, N, K = 250, 18944, 3584
+    assert who(plan(M, N, K, "int4_fp8" if codes else "int4")) == "rest"
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    weight, scale = ops.pack_int4(normal(N, K) * K**-0.5, 128), normal(K)
+    inputs = [normal(M, K) for _ in range(4)]
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        normed = ops.rmsnorm(x, scale)
+        if not codes:
+            return ops.int4_linear(normed, weight, weights_ready=ready)
+        quantised, x_scale = ops.quantize_fp8(normed, "row")
+        return ops.int4_linear(quantised, weight, x_scale=x_scale, weights_ready=ready)
+
+    wanted = []
+    for x in inputs:
+        wanted.append(product(x))
+        torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [ops.rmsnorm(product(x), torch.ones(N, device="cuda").bfloat16()) for x in inputs]
+    expected = [ops.rmsnorm(y, torch.ones(N, device="cuda").bfloat16()) for y in wanted]
+    for _ in range(20):
+        for out in outs:
+            out.fill_(float("nan"))
+        graph.replay()
+        for out, y in zip(outs, expected, strict=True):
+            assert torch.equal(out, y)

@@ -326,7 +326,9 @@ void gemm(const GemmParams& params, Stream stream) {
       break;
     case Path::kExpand:
     case Path::kExpandToFp8:
-      return gemm_detail::launch_expand(p, plan.config, partials, stream);
+      gemm_detail::launch_expand(p, plan.config, partials, stream);
+      if (plan.config.rest.cols == 0) return;
+      return gemm_detail::launch_cluster(p, gemm_config::config_of_rest(plan.config.rest), stream);
     case Path::kFp8:
       return gemm_detail::launch_fp8(p, plan.config, stream);
     case Path::kSimple:

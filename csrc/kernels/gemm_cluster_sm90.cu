@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens, kGroups>,
   const int row0 = min(static_cast<int>(blockIdx.y) % row_tiles * kTokens,
                        max(static_cast<int>(p.M) - kTokens, 0));
   const int m = min(kTokens, static_cast<int>(p.M) - row0);  // rows of x
-  const int first = blockIdx.y / row_tiles * params.box_rows;  // column of the product
+  const int first = params.before + blockIdx.y / row_tiles * params.box_rows;  // column of y
   const int up_first = params.paired ? first + p.N / 2 : first;
   const auto [begin, count] = gemm_config::stages_of(params.steps, segments, segment);
 
@@ -162,7 +162,8 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.x_bytes = Layout::kXBoxes * params.x_box;
   params.box_rows = config.tile_cols / (params.paired ? 2 : 1);
   params.steps = ceil_div(p.K, kCols);
-  const int tiles = ceil_div(p.out_cols(), params.box_rows) *
+  params.before = config.rest.cols > 0 ? p.out_cols() - config.rest.cols : 0;
+  const int tiles = ceil_div(p.out_cols() - params.before, params.box_rows) *
                     static_cast<int>(ceil_div<std::int64_t>(p.M, kTokens));
   // Where stages are long, blocks that have an SM each take all of its memory for their rings.
   // H200, 64 rows, us: bf16 at 4096 x 4096 12.3 and 11.4, at 14336 x 4096 33.6 and 30.9; fp8 by

@@ -35,6 +35,7 @@ struct ClusterParams {
   CUtensorMap weight, x;
   CUtensorMap scales, zeros;  // of int4
   GemmParams gemm;
+  std::int32_t before;        // columns of y that another kernel has; 0: this one has all
   std::int32_t paired;        // the second half of a tile has the up rows of the first's
   std::int32_t row_groups;    // 2: the warpgroups share out a tile's rows; 1: they take turns in K
   std::int32_t tile_rows;     // of the weight: up to 64 a row group

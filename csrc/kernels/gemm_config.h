@@ -201,7 +201,7 @@ constexpr Config choose(const Shape& shape) {
     }
   }
   if (config.path == Path::kExpand || config.path == Path::kExpandToFp8)
-    cut_rows_for_cluster(shape, cut_for_expand(shape, config), config);
+    cut_rest(shape, cut_rows_for_cluster(shape, cut_for_expand(shape, config), config), config);
   if (config.path == Path::kFp8) cut_rows_for_cluster(shape, cut_for_fp8(shape, config), config);
   if (config.path == Path::kTile) {
     config.tile_rows = shape.M <= 64 ? 64 : 128;

@@ -17,7 +17,8 @@ inline std::string to_text(const Config& config) {
          " tile_cols=" + std::to_string(config.tile_cols) +
          " fused=" + std::to_string(config.fused) +
          " tail=" + std::to_string(config.tail) + " even=" + std::to_string(config.even) +
-         " splits_x=" + std::to_string(config.splits_x);
+         " splits_x=" + std::to_string(config.splits_x) +
+         " rest=" + std::to_string(config.rest.cols);
 }
 
 }  // namespace ridgeline::gemm_config

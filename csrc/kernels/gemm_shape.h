@@ -110,6 +110,12 @@ constexpr std::int64_t digits_bytes(const Shape& shape) {
          operand_bytes(shape);
 }
 
+/// The last columns of y, behind whole waves of the others' tiles: tiles of the cluster kernel.
+struct Rest {
+  std::int32_t cols = 0;  // or there are none
+  std::int32_t tile_rows = 0, tile_cols = 0, segments = 0;
+};
+
 struct Config {
   Path path;
   std::int32_t segments;   // K is cut into this many; their sums are added in order
@@ -120,6 +126,7 @@ struct Config {
   bool splits_x = false;   // kCluster: x becomes two terms of e4m3 first
   std::int32_t tail = 0;   // kExpand: last stages of each tile that blocks besides multiply ahead
   bool even = false;       // kExpand: blocks multiply as many stages each, parts of tiles too
+  Rest rest = {};          // kExpand: what the cluster kernel multiplies; kCluster: what it does
 };
 
 }  // namespace ridgeline::gemm_config

@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 1)
 template <class Tile, class Way = AnyWay>
 void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* parts,
                   Stream stream) {
-  const int out_cols = p.out_cols();
+  const int out_cols = p.out_cols(), cols = out_cols - config.rest.cols;
   constexpr int kDepth = Tile::kDepth;
   Launch launch{.gemm = p, .segments = config.segments, .steps = ceil_div(p.K, kDepth)};
   launch.x = device::RowTiles::of({p.x.data, Tile::kFp8X ? 1 : 2, p.M, p.K, p.x.stride_row},
@@ -219,8 +219,8 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
     launch.residual = device::matrix_map(residual_of(p), Tile::kRows, kOutColumns, true);
   launch.tiles = {
       .along_m = launch.x.count,
-      .along_n = is_gated(p.activation) ? ceil_div(out_cols, Tile::kBoxCols)
-                                        : ceil_div(out_cols, 2 * Tile::kBoxCols),
+      .along_n = is_gated(p.activation) ? ceil_div(cols, Tile::kBoxCols)
+                                        : ceil_div(cols, 2 * Tile::kBoxCols),
       .together = kTogether};
   const int count = checked_int32(std::int64_t{launch.tiles.along_m} * launch.tiles.along_n,
                                   "linear: tiles");
