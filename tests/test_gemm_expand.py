@@ -160,7 +160,9 @@ CODES = [
     (128, 4096, 4096, "cluster"),
     (128, 2048, 2048, "cluster"),  # two blocks a tile
     (250, 2048, 2048, "cluster"),  # rows of the last tile are multiplied twice
-    (128, 6144, 4096, "cluster"),  # two blocks an SM
+    (128, 6144, 4096, "cluster"),  # a tile of up to 128 rows
+    (100, 4112, 8192, "cluster"),  # two blocks of such a tile
+    (192, 4096, 4096, "cluster"),  # two blocks an SM
     (160, 4096, 8192, "cluster"),  # two blocks of a broad tile of 64 rows
     (250, 6144, 4096, "cluster"),  # two blocks of a broad tile of 128 rows
     (330, 8192, 3072, "cluster"),  # one

@@ -4,6 +4,7 @@
 #include "device/dequant.cuh"
 #include "device/ptx/warpgroup.cuh"
 #include "device/ptx/wgmma_few.cuh"
+#include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_registers.cuh"
 #include "device/ptx/wgmma_shared.cuh"
 #include "kernels/gemm_cluster_int4.cuh"
@@ -62,7 +63,10 @@ struct Consumer {
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < 4; ++step)
-      if constexpr (kOctets * 8 == kManyTokens) {
+      if constexpr (kOctets * 8 == kManyTokens && kFp8X) {
+        ptx::WgmmaFp8Registers<kManyTokens>::mma(into, a[step], b + step * kStep,
+                                                 accumulate || step != 0);
+      } else if constexpr (kOctets * 8 == kManyTokens) {
         ptx::WgmmaRegisters<kManyTokens, E, ptx::Contiguous::kInner>::mma(into, a[step],
                                                                           b + step * kStep);
       } else {
@@ -228,10 +232,10 @@ struct Consumer {
 
   /// Int4 by e4m3, stages that lie in one group, without zero points: products of a stage are
   /// scaled and added in float32. While they run, up to 32 rows of x, the next stage is expanded.
-  /// Of 128 rows there are registers for the products of half.
+  /// In a broad tile of 128 rows there are registers for the products of half.
   template <int kRows>
   __device__ void run_as_e4m3(Fixed& fixed, const char* ring, int count, int turn, int turns) {
-    constexpr int kAtOnce = std::min(kRows, 64);
+    constexpr int kAtOnce = kBroad ? std::min(kRows, 64) : kRows;
     constexpr bool kAhead = kRows <= (kBroad ? 64 : 32);
     if (turn >= count) return;
     const Int4<T, Layout> int4(params, unit, warp, lane);

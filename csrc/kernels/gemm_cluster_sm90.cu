@@ -327,10 +327,14 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
   if (p.weight.format == WeightFormat::kDense && p.M > gemm_config::kFewRows)
     return launch<T, T, WeightFormat::kDense, false, kManyTokens>(p, config, stream);
   if constexpr (std::is_same_v<T, __nv_bfloat16>)
-    if (config.tile_rows == kManyTokens)
-      return p.weight.format == WeightFormat::kFp8
-                 ? launch<T, T, WeightFormat::kFp8, false, kManyTokens>(p, config, stream)
-                 : launch<T, T, WeightFormat::kInt4, false, kManyTokens>(p, config, stream);
+    if (config.tile_rows == kManyTokens) {
+      constexpr auto kInt4 = WeightFormat::kInt4;
+      if (p.weight.format == WeightFormat::kFp8)
+        return launch<T, T, WeightFormat::kFp8, false, kManyTokens>(p, config, stream);
+      if (p.x.dtype == DType::kFloat8E4M3)
+        return launch<T, std::uint8_t, kInt4, true, kManyTokens>(p, config, stream);
+      return launch<T, T, kInt4, false, kManyTokens>(p, config, stream);
+    }
   launch_format<T, 64>(p, config, stream);
 }
 

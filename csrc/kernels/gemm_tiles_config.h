@@ -213,6 +213,9 @@ constexpr ClusterTile kClusterCodesTiles[] = {{128, 1, 0.414, 3.2, 1.3},
                                               {112, 1, 0.414, 3.2, 1.3},
                                               {64, 1, 0.222, 2.85, 0.1},
                                               {64, 2, 0.386, 3.2, 0.1},
+                                              {64, 1, 0.277, 3.4, 1.5, kTallRows, 104},
+                                              {64, 1, 0.287, 4.5, 1.1, kTallRows, 128},
+                                              {128, 1, 0.53, 4.9, 1.1, kTallRows, 128},
                                               {kBroadCols, 1, 0.54, 3.6, 2.0},
                                               {kBroadCols, 1, 0.79, 3.4, 3.5, kTallRows}};
 constexpr ClusterTile kClusterFp8Tiles[] = {{128, 1, 0.27, 2.3, 2.5}, {64, 1, 0.15, 3.1, 0.1}};
