@@ -243,16 +243,13 @@ constexpr bool may_be_for_cluster(const Shape& shape) {
 /// by 96 to 128 rows 15.5, 10.4, by 192 19.1, 16.1, by 256 21.1, 16.5; 4096 x 6144 by 128 21.0,
 /// 16.1; 14336 x 4096 by 128 31.0, 26.8; 5120 x 5120 by 192 29.4, 19.5; 2048 x 2048 by 128 11.6,
 /// 5.1; by larger tiles 4096 x 6144 by 128, 256 and 512 16.4, 24.1, 39.7 and 14.1, 21.7, 35.7. With
-/// zero points or gated it gains as much, or loses up to 4% where it gains as little. x
-/// of e4m3, expanded tiles as they were and so: 4096 x 4096 by 128 rows 14.8, 9.7, by 256 19.0,
-/// 15.6; 4096 x 6144 by 128 19.0, 15.5; 8192 x 8192 28.9, 27.8. fp8 by fp8, tiles of 128 rows and
-/// so, chained: 4096 x 4096 by 72 to 128 rows 12.3, 8.7, by 192 12.6, 11.6; 4096 x 6144 by 128
-/// 12.8, 12.1; 14336 x 4096 by 128 24.1, 21.6, 8192 x 8192 25.5, 24.0, 5120 x 5120 15.3, 13.6; 2048
-/// x 2048 7.4, 4.6; int8 4096 x 4096 by 128 11.7, 9.9, 2048 x 2048 7.0, 4.4, but 14336 x 4096 23.1,
-/// 28.2. fp8 by bf16, expanded tiles and so: 4096 x 4096 by 96 16.2, 11.2, by 128 16.3, 12.4, by
-/// 256 22.0, 20.8; 4096 x 6144 by 96 21.7, 15.7, by 128 21.7, 18.3; 14336 x 4096 by 96 32.5, 26.8,
-/// by 128 the same; 8192 x 8192 by 128 36.0, 31.2; 2048 x 2048 by 128 11.5, 5.9.
-/// Returns the lesser time.
+/// zero points or gated it gains as much, or loses up to 4% where it gains as little. x of e4m3:
+/// 4096 x 4096 by 128 rows 14.8, 9.7, by 256 19.0, 15.6; 8192 x 8192 by 128 28.9, 27.8. fp8 by fp8,
+/// tiles of 128 rows and so, chained: 4096 x 4096 by 72 to 128 rows 12.3, 8.7, by 192 12.6, 11.6;
+/// 14336 x 4096 by 128 24.1, 21.6, 8192 x 8192 25.5, 24.0; 2048 x 2048 7.4, 4.6; int8 4096 x 4096
+/// by 128 11.7, 9.9, 2048 x 2048 7.0, 4.4, but 14336 x 4096 23.1, 28.2. fp8 by bf16, expanded tiles
+/// and so: 4096 x 4096 by 96 16.2, 11.2, by 128 16.3, 12.4, by 256 22.0, 20.8; 14336 x 4096 by 96
+/// 32.5, 26.8; 8192 x 8192 by 128 36.0, 31.2; 2048 x 2048 11.5, 5.9. Returns the lesser time.
 constexpr double cut_rows_for_cluster(const Shape& shape, double time, Config& config) {
   constexpr std::int32_t kColumns = 640, kMostSegments = 4;
   if (!may_be_for_cluster(shape)) return time;
