@@ -180,6 +180,7 @@ def grouped_int4_linear(
 
     Where experts have few rows, Hopper scales sums of a group instead, which spares each weight its
     rounding: a row's bits depend on how many there are, but with ``batch_invariant``.
+    There a row of x with an infinity, or with a value of 2^63 or more, may give NaN.
 
     Args:
         x: ``[rows of x, K]``, the dtype of ``weight.scales``: float16 or bfloat16 (on the CPU
