@@ -290,8 +290,8 @@ constexpr double cut_rows_for_cluster(const Shape& shape, double time, Config& c
 
 /// Whole waves of tiles of 256 x 128, and behind them the cluster kernel for the columns that
 /// remain, where that takes less than `time`: 6% more than the units of either, and a start and an
-/// end. H200, lab, us, even shares and so: int4 3584 x 18944 by 256, 512 rows 54.3, 98.8 and 51.8,
-/// 95.2, 4096 x 24576 by 256 75.5 and 73.2; of e4m3 the former by 256 40.1 and 38.0.
+/// end. H200, lab, us, even shares and so, weights ready: int4 3584 x 18944 by 256 and 512 rows
+/// 54.3, 98.8 and 51.8, 95.2.
 constexpr void cut_rest(const Shape& shape, double time, Config& config) {
   constexpr double kLonger = 1.06, kMore = 3.8, kMoreOfFp8 = 3.2, kLong = 1e9;
   const bool to_fp8 = config.path == Path::kExpandToFp8;
