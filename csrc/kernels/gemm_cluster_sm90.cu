@@ -29,7 +29,7 @@ using namespace gemm_cluster;
 /// of 64 rows take stages by turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and
 /// fp8 with an fp8 x, from shared memory, the others expanded into registers. At the end each block
 /// adds up, in order, some rows of x, of which its neighbours send it their sums. Sums in float32;
-/// of 8 bits by 8, of which the tensor cores keep 14 bits, every 128 columns anew.
+/// of e4m3 by e4m3, of which the tensor cores keep 14 bits, every 128 columns anew.
 /// The kernel of 16 rows of x has three warps that meet it with its norm, and request what they
 /// begin with, in place of the one that requests x.
 /// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
