@@ -249,8 +249,8 @@ def main() -> None:
         return
     fp8_blocks(Layer(bench, 4096, 16384, 7168))
     if bench.quick:  # 4 bits have more to show: between few rows and many, and of a long K
-        for K, N in SHAPES[:4]:
-            for M in [1, 16, 64, 128, 256, 512] if K > 4096 else [128, 256, 512]:
+        for K, N in SHAPES:
+            for M in [1, 16, 64, 128, 256, 512, 4096] if K == 14336 else [128, 256, 512, 4096]:
                 int4(Layer(bench, M, K, N))
 
 
