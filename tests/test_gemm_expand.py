@@ -17,6 +17,7 @@ SHARED = [
     (768, 1024, 14336, "segments"),  # four of them, tiles of 192 rows
     (384, 6144, 4096, "tail"),
     (700, 8704, 3584, "even"),
+    (1000, 10240, 3584, "even"),  # behind a whole wave
     (250, 18944, 3584, "rest"),  # the last columns are the cluster kernel's
     (500, 18944, 3584, "rest"),
     (600, 7680, 3584, "even"),  # tiles of 128 rows
@@ -175,6 +176,7 @@ CODES = [
     (500, 4096, 14336, "segments"),  # two
     (500, 6144, 4096, "tail"),
     (1000, 6144, 4096, "even"),
+    (1000, 10240, 3712, "even"),  # behind a whole wave
     (250, 18944, 3584, "rest"),
     (120, 18944, 3584, "cluster"),
     (1000, 4096, 2048, "whole"),

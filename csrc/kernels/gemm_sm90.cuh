@@ -75,6 +75,7 @@ __device__ __forceinline__ Place place_of(const Tiles& tiles, int index) {
 struct Work {
   Place place;
   int segment, first_step, steps;
+  bool is_tail = false;  // what is left for the block that has the tile's other stages
 };
 
 /// What block `index` does where several blocks share a tile.

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
       }
       if constexpr (Tile::kShares) {
-        if (work.first_step > 0) return leave_part<Tile>(launch, work.segment, sums, here);
+        if (work.is_tail) return leave_part<Tile>(launch, work.segment, sums, here);
         if (takes_part<Tile>(launch, work)) add_part<Tile>(shared, ring, sums, here);
       }
       if constexpr (Tile::kFp8X) {

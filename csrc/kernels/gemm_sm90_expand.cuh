@@ -106,28 +106,34 @@ struct Shared {
 
 // ---- Work ---------------------------------------------------------------------------------------
 
-/// The `i`-th part of this block's even share: whole tiles of all waves but the last two, and of
-/// those consecutive stages. They may begin with a tile's tail, which comes first and is left in
-/// slot `block - 1`, and end with a tile's head, to which comes slot `block`: nobody waits long,
-/// and only for blocks that run.
+/// The `i`-th part of this block's even share: whole tiles of all waves but the last two, then
+/// consecutive stages of those. They may begin with a tile's tail, which is left in slot `block -
+/// 1`, and end with a tile's head, to which comes slot `block`: nobody waits long, and only for
+/// blocks that run. Behind the whole waves a tile's stages go round, from as many as its block has
+/// multiplied: so all are in the same columns of K, or, with tails, in those of one other place,
+/// and L2 holds what they share. H200, int4, 4096 rows of 14336 x 4096, us and bytes from memory,
+/// tails first and K from its start: 748, 2.23 GB; so: 681, 0.39 GB; no tile shared: 691, 0.36 GB.
 template <class Tile>
 __device__ __forceinline__ bool find_even_work(const Launch& launch, int i, Work& work) {
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   const int count = launch.tiles.along_m * launch.tiles.along_n;
   const int waves = max(count / blocks - 1, 0), whole = waves * blocks;
-  const auto share = gemm_config::stages_of((count - whole) * launch.steps, blocks, block);
-  const int tail = (launch.steps - share.begin % launch.steps) % launch.steps;
-  if (tail > 0 && i-- == 0) {
-    work = {place_of(launch.tiles, whole + share.begin / launch.steps), block - 1,
-            launch.steps - tail, tail};
-    return true;
-  }
   if (i < waves) {
     work = {place_of(launch.tiles, block + i * blocks), 0, 0, launch.steps};
     return true;
   }
-  const int done = tail + (i - waves) * launch.steps;
-  work = {place_of(launch.tiles, whole + (share.begin + done) / launch.steps), block, 0,
+  i -= waves;
+  const int stages = (count - whole) * launch.steps;
+  const auto share = gemm_config::stages_of(stages, blocks, block);
+  const int tail = (launch.steps - share.begin % launch.steps) % launch.steps;
+  if (tail > 0 && i-- == 0) {
+    const int head_ends = gemm_config::stages_of(stages, blocks, block - 1).count;
+    work = {place_of(launch.tiles, whole + share.begin / launch.steps), block - 1,
+            head_ends % launch.steps, tail, true};
+    return true;
+  }
+  const int done = tail + i * launch.steps;
+  work = {place_of(launch.tiles, whole + (share.begin + done) / launch.steps), block, tail,
           min(launch.steps, share.count - done)};
   return done < share.count;
 }
@@ -149,6 +155,7 @@ __device__ __forceinline__ bool find_work(const Launch& launch, int i, Work& wor
     work.segment = index;
     work.first_step = helps ? launch.steps - launch.tail : 0;
     work.steps = helps ? launch.tail : launch.steps - launch.tail;
+    work.is_tail = helps;
   }
   return index < count * (Tile::kCuts ? launch.segments : 1);
 }
@@ -190,7 +197,7 @@ __device__ __forceinline__ int residual_stages(const GemmParams& p) {
 
 /// Whether they come behind this work.
 __device__ __forceinline__ bool takes_residual(const Launch& launch, const Work& work) {
-  return launch.copies_residual && work.first_step == 0;
+  return launch.copies_residual && !work.is_tail;
 }
 
 }  // namespace ridgeline::gemm_expand

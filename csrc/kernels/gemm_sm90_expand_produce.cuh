@@ -20,10 +20,11 @@ __device__ __forceinline__ void for_each_stage(const Launch& launch, Shared<Tile
                                                Residual&& residual) {
   Ring<Tile::kStages> ring{.parity = 1};  // the first wait on a fresh barrier passes
   for_each_work<Tile>(launch, [&](const Work& work) {
-    for (int k = work.first_step; k < work.first_step + work.steps; ++k, ring.next()) {
+    for (int i = 0; i < work.steps; ++i, ring.next()) {
+      const int k = work.first_step + i;
       ptx::mbarrier_wait(&shared.free[ring.stage], ring.parity);
       ptx::mbarrier_expect(&shared.full[ring.stage], bytes(work));
-      request(work, k, ring.stage);
+      request(work, k < launch.steps ? k : k - launch.steps, ring.stage);
     }
     const int parts = takes_part<Tile>(launch, work) ? kPartStages : 0;
     for (int i = 0; i < parts; ++i, ring.next()) {
