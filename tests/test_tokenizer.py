@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 import tiny_model
+from ridgeline import SamplingParams, StreamOutput
+from ridgeline.request import Request
 from ridgeline.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -51,9 +55,36 @@ def test_byte_fallback_text_joins_and_never_splits_a_character(byte_fallback, te
     assert not any(REPLACEMENT in piece for piece in pieces)
 
 
-def pieces_of(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
-    detokenizer = Detokenizer(tokenizer)
+def pieces_of(tokenizer: Tokenizer, ids: list[int], prompt: Sequence[int] = ()) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, prompt)
     return [detokenizer.push(token) for token in ids] + [detokenizer.finish()]
+
+
+@given(text=st.text(alphabet="a bé日𓀀\n", max_size=12), at=st.integers(0, 60))
+@example("a b", 2)  # " b" goes on, where "b" would begin a text
+@example("日本 a", 4)  # the prompt's bytes must not make the output's invalid
+@example("a 日", 4)  # the prompt ends in the middle of a character
+def test_an_output_goes_on_where_its_prompt_ended(byte_fallback, text, at):
+    (ids,) = byte_fallback.encode([text])
+    prompt, output = ids[:at], ids[at:]
+    start, shown = byte_fallback.decode(prompt), "".join(pieces_of(byte_fallback, output, prompt))
+    if REPLACEMENT in start:
+        assert shown == byte_fallback.decode(output)  # no character of the prompt is shown
+    else:
+        assert start + shown == text
+
+
+def test_the_text_of_a_request_goes_on_where_its_prompt_ended(byte_fallback):
+    prompt, words = byte_fallback.encode(["a", "b c"])
+    updates: deque[StreamOutput] = deque()
+    request = Request(
+        "0", "a", prompt, SamplingParams(), [0], updates, prompt_index=0, tokenizer=byte_fallback,
+        arrival_time=0.0,
+    )  # fmt: skip
+    for token in words[:-1]:
+        request.sequences[0].append(token, None, None, 1.0)
+    request.sequences[0].append(words[-1], "length", None, 1.0)
+    assert request.output.outputs[0].text == " b c"
 
 
 @given(text=st.text(max_size=40))

@@ -143,7 +143,9 @@ class Sequence:
         self._detokenizer = None
         if tokenizer is not None and params.detokenize:
             self._detokenizer = Detokenizer(
-                tokenizer, skip_special_tokens=params.skip_special_tokens
+                tokenizer,
+                request.output.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
             )
         self._stops = StopStrings(params.stop if isinstance(params.stop, tuple) else ())
         self._text: list[str] = []

@@ -104,17 +104,26 @@ class Detokenizer:
     place but one where the text ended with a whole character. What is given out is final: a
     trailing replacement character may be the start of a character and is kept back, but not
     longer than a character can take.
+
+    The first window starts at the end of the prompt, so that the output goes on from there:
+    decoders of SentencePiece drop the space that a text begins with.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip = skip_special_tokens
+        self._prompt = prompt
         self._window: list[int] = []
         self._clean = 0  # the window's tokens before it ended with a whole character
         self._given = 0  # characters of the window's text given out so far
 
     def push(self, token: int) -> str:
         """The text that is final now and was not before; often of one token, sometimes empty."""
+        if self._prompt:
+            self._follow(self._prompt)
+            self._prompt = ()
         self._window.append(token)
         text = self._decode()
         if not text.endswith(_REPLACEMENT):
@@ -138,6 +147,17 @@ class Detokenizer:
         new = self._decode()[self._given :]
         self._given += len(new)
         return new
+
+    def _follow(self, prompt: Sequence[int]) -> None:
+        """Begins with the prompt's last tokens, as few as are whole characters; if it ends inside
+        a character, the output begins anew."""
+        for count in range(1, 1 + min(len(prompt), _CHARACTER_BYTES)):
+            self._window = list(prompt[-count:])
+            text = self._decode()
+            if _REPLACEMENT not in text:
+                self._clean, self._given = count, len(text)
+                return
+        self._window = []
 
     def _decode(self) -> str:
         return self._tokenizer.decode(self._window, skip_special_tokens=self._skip)
