@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers import (
     AttentionInterface,
+    AutoConfig,
+    AutoModel,
     BertConfig,
     BertModel,
     CompileConfig,
@@ -164,6 +166,26 @@ def test_what_the_ops_do_not_express_is_said(plain: Model, caplog: pytest.LogCap
     assert "not on the ops: a mask that is not padding" in caplog.text
     expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=mask)
     torch.testing.assert_close(out, expected.transpose(1, 2))
+
+
+@pytest.mark.parametrize("architecture", ["bloom", "mpt", "megatron-bert"])
+@pytest.mark.parametrize("padding", ["none", "left", "within"])
+def test_attention_that_cannot_be_replaced_keeps_its_masks(architecture: str, padding: str):
+    """transformers takes a registered function for these models too, and asks it for masks only."""
+    integration.enable()
+    shape = {"hidden_size": 32, "d_model": 32, "vocab_size": 99, "intermediate_size": 64}
+    for heads, layers in (("n_head", "n_layer"), ("n_heads", "n_layers")):
+        shape |= {heads: 2, layers: 2}
+    shape |= {"num_attention_heads": 2, "num_hidden_layers": 2}
+    mask, results = paddings("cpu")[padding], []
+    for implementation in ("eager", "ridgeline"):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(architecture, **shape)
+        model = AutoModel.from_config(config, attn_implementation=implementation).eval()
+        with torch.no_grad():
+            out = model(mask.cumsum(1), attention_mask=mask).last_hidden_state
+        results.append(out * mask[..., None])
+    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("dims", [(20, 20), (24, 16)], ids=["odd", "values narrower"])

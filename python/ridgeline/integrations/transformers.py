@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from importlib.metadata import version
 from inspect import signature
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import (
     bidirectional_mask_function,
     causal_mask_function,
+    eager_mask,
     sdpa_mask,
 )
 from transformers.utils import logging
@@ -27,6 +28,7 @@ from transformers.utils import logging
 from ridgeline import ops
 from ridgeline.integrations.decode_graphs import DecodeGraphs as DecodeGraphs
 from ridgeline.integrations.key_ranges import KeyRanges
+from ridgeline.integrations.own_attention import attends_itself
 from ridgeline.integrations.transformers_paged import paged_attention_forward
 
 NAME = "ridgeline"
@@ -74,6 +76,16 @@ def key_ranges_mask(
     Padding is looked at on the host, once a step: not while a graph is traced or captured, where
     a padding mask that comes from outside stays a mask.
     """
+    asked: dict[str, Any] = options | {
+        "batch_size": batch_size, "q_length": q_length, "kv_length": kv_length,
+        "q_offset": q_offset, "kv_offset": kv_offset, "mask_function": mask_function,
+        "attention_mask": attention_mask, "local_size": local_size, "device": device,
+    }  # fmt: skip
+    if attends_itself(type(options.get("config")).__module__):
+        if not torch.compiler.is_compiling():
+            name = type(options["config"]).__name__
+            _logger.warning_once(f"ridgeline: {name}: attention cannot be replaced, and stays")
+        return eager_mask(**asked, allow_is_bidirectional_skip=allow_is_bidirectional_skip)
     sliding = local_size if allow_is_causal_skip and not _has_chunks(options) else None
     pattern = _pattern(mask_function, sliding)
     # Whoever forbids to leave the mask out wants to compute with it; but one token at a time it is
@@ -85,19 +97,7 @@ def key_ranges_mask(
         lengths = batch_size, q_length, kv_length
         ranges = _ranges(*pattern, *lengths, q_offset, kv_offset, padding, torch.device(device))
     if ranges is None:
-        return sdpa_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=cast(int, q_offset),  # a tensor too, whatever its annotation says
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_causal_skip=False,
-            device=device,
-            **options,
-        )
+        return sdpa_mask(**asked, allow_is_causal_skip=False)
     if ranges.ranges is None and ranges.window is None and (ranges.causal or q_length == kv_length):
         return None
     return ranges.pack(torch.device(device))
