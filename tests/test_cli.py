@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ import ridgeline
 import tiny_model
 from ridgeline import LLM, SamplingParams
 from ridgeline.cli import main
+from ridgeline.runner import Runner
 from tiny_model import one_thread  # noqa: F401
 
 
@@ -52,6 +54,26 @@ def test_the_last_line_gives_prefill_and_decode_speed_apart(folder: Path, capsys
         r"prefill: (\d+) tokens, [\d.]+ tokens/s; decode: (\d+) tokens, [\d.]+ tokens/s", last
     )
     assert match is not None and int(match[2]) == 8
+
+
+@pytest.mark.parametrize("mode", [[], ["--stream"]], ids=["bar", "stream"])
+@pytest.mark.parametrize("good", [0, 3], ids=["no token", "some tokens"])
+def test_a_request_that_fails_is_said_and_fails_the_command(
+    folder: Path, capsys, monkeypatch, mode: list[str], good: int
+):
+    steps, run = iter(range(99)), Runner.run
+
+    def failing(self: Runner, batch: Any) -> Any:
+        if next(steps) >= good:
+            raise RuntimeError("out of memory")
+        return run(self, batch)
+
+    monkeypatch.setattr(Runner, "run", failing)
+    with pytest.warns(RuntimeWarning, match="out of memory"):
+        assert generate(folder, "the fox", "--max-tokens", "9", *mode) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith("the fox")
+    assert err.splitlines()[-1] == "ridgeline: error: prompt 0: RuntimeError('out of memory')"
 
 
 def test_a_prompt_may_come_from_stdin(folder: Path, expected):

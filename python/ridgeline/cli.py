@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command.add_parser(commands)
     options = parser.parse_args(arguments)
     try:
-        options.run(options)
+        code: int | None = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # who reads has enough; the interpreter flushes once more at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -37,4 +37,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("ridgeline: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return code or 0

@@ -58,7 +58,8 @@ def add_parser(commands: Any) -> None:
     parser.set_defaults(run=run)
 
 
-def run(options: argparse.Namespace) -> None:
+def run(options: argparse.Namespace) -> int:
+    """The exit code: 1 if what a step of some prompt raised has ended its text."""
     params = SamplingParams(
         max_tokens=options.max_tokens,
         temperature=options.temperature,
@@ -83,6 +84,10 @@ def run(options: argparse.Namespace) -> None:
         print(f"loaded {options.model} in {loaded:.1f} s", file=sys.stderr)
         outputs = _stream(llm, prompts, params) if options.stream else _bar(llm, prompts, params)
     print(_summary(outputs), file=sys.stderr)
+    failed = [(i, output.error) for i, output in enumerate(outputs) if output.error is not None]
+    for i, error in failed:
+        print(f"ridgeline: error: prompt {i}: {error!r}", file=sys.stderr)
+    return 1 if failed else 0
 
 
 def _stream(llm: LLM, prompts: list[str], params: SamplingParams) -> list[RequestOutput]:
@@ -114,9 +119,10 @@ def _bar(llm: LLM, prompts: list[str], params: SamplingParams) -> list[RequestOu
 def _summary(outputs: list[RequestOutput]) -> str:
     """Prefill and decode speed apart, each over the time in which some request did it."""
     prompt_tokens = sum(len(output.prompt_token_ids) for output in outputs)
-    decoded = sum(len(output.outputs[0].token_ids) - 1 for output in outputs)
-    prefill = _covered([(m.first_scheduled_time, m.first_token_time) for m in _metrics(outputs)])
-    decode = _covered([(m.first_token_time, m.finished_time) for m in _metrics(outputs)])
+    decoded = sum(max(len(output.outputs[0].token_ids) - 1, 0) for output in outputs)
+    begun = [m for m in _metrics(outputs) if m.first_token_time is not None]
+    prefill = _covered([(m.first_scheduled_time, m.first_token_time) for m in begun])
+    decode = _covered([(m.first_token_time, m.finished_time) for m in begun])
     return (
         f"prefill: {prompt_tokens} tokens, {_rate(prompt_tokens, prefill)}; "
         f"decode: {decoded} tokens, {_rate(decoded, decode)}"
