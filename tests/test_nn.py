@@ -102,6 +102,28 @@ def test_from_torch(name: str, device: str):
         assert torch.equal(compiled(x), ours(x))
 
 
+def strided(shape: tuple[int, ...], like: Tensor) -> dict[str, Tensor]:
+    """Inputs of this shape that modules of PyTorch take as they are."""
+    x = torch.randn(shape).to(like)
+    return {
+        "columns first": x.transpose(-1, -2).contiguous().transpose(-1, -2),
+        "every other column": x.repeat_interleave(2, -1)[..., ::2],
+        "sequence first": x.transpose(0, 1).contiguous().transpose(0, 1),
+        "a part": torch.cat((x, x), -1)[..., : shape[-1]],
+        "one token for all": x[:, :1].expand(shape),
+    }
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", pairs())
+def test_any_strides_will_do(name: str, device: str):
+    theirs, make = pairs()[name]
+    ours = make(on(device, theirs))
+    with torch.inference_mode():
+        for x in strided((3, 5, 64), next(ours.parameters())).values():
+            assert torch.equal(ours(x), ours(x.contiguous()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_eps_of_none_is_what_pytorch_takes(dtype: torch.dtype, device: str):
@@ -190,6 +212,8 @@ def test_layers_are_quantised_in_place(name: str, device: str):
         assert_same(module["body"][0](x), dequantised(body[0], name, x))
         compiled = torch.compile(module["body"], fullgraph=True, backend="aot_eager")
         assert torch.equal(compiled(x), module["body"](x))
+        for y in strided((3, 5, 256), x).values():
+            assert torch.equal(module["body"](y), module["body"](y.contiguous()))
 
 
 def test_a_layer_that_a_format_cannot_hold_is_left_and_named():

@@ -181,6 +181,17 @@ def test_rows_of_modules(device: str):
     torch.testing.assert_close(actual, expected, rtol=2e-2 if device == "cuda" else 1e-5, atol=1e-2)
 
 
+@pytest.mark.parametrize("kind", [nn.LayerNorm, nn.RMSNorm, nn.Linear])
+def test_what_is_swapped_takes_any_strides(kind: Any):
+    """As Mamba's layers do, which project the transposed output of a convolution."""
+    module = nn.ModuleList([kind(*(64, 32)[: 1 + (kind is nn.Linear)])])
+    x = torch.randn(3, 64, 5).transpose(1, 2)
+    with torch.no_grad():
+        expected = module[0](x)
+        assert len(ridgeline.optimize_(module).swapped) == 1
+        torch.testing.assert_close(module[0](x), expected)
+
+
 class OtherNorm(nn.Module):
     """Looks like a norm of the mean square, and is one of the largest value."""
 

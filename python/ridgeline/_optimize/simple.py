@@ -17,6 +17,7 @@ from ridgeline._optimize.swap import Stranger, Swap, disagreement, fused_of, pla
 from ridgeline.nn.linear import Product
 from ridgeline.nn.mlp import gated_product
 from ridgeline.nn.norm import default_eps
+from ridgeline.nn.rows import rows_of
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "layer_norm_eps")
 _ACTIVATION = ("act_fn", "activation_fn", "act", "activation", "intermediate_act_fn")
@@ -49,13 +50,13 @@ class NormPlan:
 
 
 def _rms_forward(self: Stranger, x: Tensor) -> Tensor:
-    plan, x = plan_of(self), x if x.is_contiguous() else x.contiguous()
-    return ops.rmsnorm(x, self.weight, plan.eps, offset=plan.offset, weights_ready=True)
+    plan = plan_of(self)
+    return ops.rmsnorm(rows_of(x), self.weight, plan.eps, offset=plan.offset, weights_ready=True)
 
 
 def _layer_forward(self: Stranger, x: Tensor) -> Tensor:
-    x = x if x.is_contiguous() else x.contiguous()
-    return ops.layernorm(x, self.weight, self.bias, plan_of(self).eps, weights_ready=True)
+    eps = plan_of(self).eps
+    return ops.layernorm(rows_of(x), self.weight, self.bias, eps, weights_ready=True)
 
 
 def norm(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
@@ -206,7 +207,7 @@ def _row_forward(self: Stranger, x: Tensor) -> Tensor:
             x = first(x)
         elif isinstance(first, nn.LayerNorm):
             options = (first.weight, first.bias, first.eps, self[step[1]].approximate)
-            x = ops.layernorm_gelu(x.contiguous(), *options, weights_ready=True)
+            x = ops.layernorm_gelu(rows_of(x), *options, weights_ready=True)
         else:
             x = product(first, x, activation=kind_of_module(self[step[1]]))
     return x

@@ -10,13 +10,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline import ops
+from ridgeline.nn.rows import rows_of
 
 
 def autocast_input(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` in ``dtype`` where autocast may change it, else as it is."""
+    """``x`` in ``dtype`` where autocast may change it; its rows as the ops read them."""
     if x.dtype != dtype and x.is_floating_point() and torch.is_autocast_enabled(x.device.type):
-        return x.to(dtype)
-    return x
+        x = x.to(dtype)
+    return rows_of(x)
 
 
 def at_rest(*tensors: Tensor | None) -> None:
@@ -49,7 +50,7 @@ def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None, **fused: Any) 
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return ops.linear(x, weight, bias, weights_ready=True, **fused)
+    return ops.linear(rows_of(x), weight, bias, weights_ready=True, **fused)
 
 
 class Linear(Product):

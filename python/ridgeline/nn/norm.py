@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline import ops
+from ridgeline.nn.rows import rows_of
 
 
 def expect_one_dimension(norm: nn.LayerNorm | nn.RMSNorm) -> nn.Parameter:
@@ -52,7 +53,9 @@ class RMSNorm(nn.Module):
         return module
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.rmsnorm(x, self.weight, self.eps, offset=self.offset, weights_ready=True)
+        return ops.rmsnorm(
+            rows_of(x), self.weight, self.eps, offset=self.offset, weights_ready=True
+        )
 
 
 class LayerNorm(nn.Module):
@@ -77,7 +80,7 @@ class LayerNorm(nn.Module):
         return module
 
     def forward(self, x: Tensor) -> Tensor:
-        return ops.layernorm(x, self.weight, self.bias, self.eps, weights_ready=True)
+        return ops.layernorm(rows_of(x), self.weight, self.bias, self.eps, weights_ready=True)
 
 
 class LayerNormGELU(LayerNorm):
@@ -106,5 +109,5 @@ class LayerNormGELU(LayerNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         return ops.layernorm_gelu(
-            x, self.weight, self.bias, self.eps, self.approximate, weights_ready=True
+            rows_of(x), self.weight, self.bias, self.eps, self.approximate, weights_ready=True
         )
