@@ -192,6 +192,27 @@ def test_what_is_swapped_takes_any_strides(kind: Any):
         torch.testing.assert_close(module[0](x), expected)
 
 
+def test_a_norm_whose_weight_is_narrower_than_its_input_keeps_its_own_forward():
+    """As Mamba's last norm is, which reads a residual in float32."""
+    norm = nn.ModuleList([WideNorm(), nn.Linear(64, 64)]).bfloat16()
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        expected, narrow = norm[0](x), norm[0](x.bfloat16())
+        assert ("0", "rmsnorm") in ridgeline.optimize_(norm).swapped
+        assert torch.equal(norm[0](x), expected) and norm[0](x).dtype == torch.float32
+        torch.testing.assert_close(norm[0](x.bfloat16()), narrow, rtol=2e-2, atol=1e-2)
+
+
+class WideNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(64) + 0.5), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * wide.to(x.dtype)
+
+
 class OtherNorm(nn.Module):
     """Looks like a norm of the mean square, and is one of the largest value."""
 

@@ -20,6 +20,7 @@ from ridgeline.nn.norm import default_eps
 from ridgeline.nn.rows import rows_of
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "layer_norm_eps")
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ACTIVATION = ("act_fn", "activation_fn", "act", "activation", "intermediate_act_fn")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _GATED_STACKED = (("gate_up_proj", "down_proj"),)
@@ -49,12 +50,21 @@ class NormPlan:
     offset: float | None
 
 
+def _has_op(weight: Tensor, x: Tensor) -> bool:
+    """Whether the ops take these dtypes together: a residual may be wider than the weights."""
+    return x.dtype in _DTYPES and weight.dtype in (x.dtype, torch.float32)
+
+
 def _rms_forward(self: Stranger, x: Tensor) -> Tensor:
+    if not _has_op(self.weight, x):
+        return type(self).forward(self, x)
     plan = plan_of(self)
     return ops.rmsnorm(rows_of(x), self.weight, plan.eps, offset=plan.offset, weights_ready=True)
 
 
 def _layer_forward(self: Stranger, x: Tensor) -> Tensor:
+    if not _has_op(self.weight, x):
+        return type(self).forward(self, x)
     eps = plan_of(self).eps
     return ops.layernorm(rows_of(x), self.weight, self.bias, eps, weights_ready=True)
 
@@ -97,7 +107,7 @@ def linear(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         return None
     if not is_product(module):
         return f"a {type(module).__name__} may do more than a linear layer, or has hooks"
-    if module.weight.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+    if module.weight.dtype not in _DTYPES:
         return f"no op for {module.weight.dtype}"
     return Swap("linear", _linear_forward)
 
