@@ -213,6 +213,13 @@ class WideNorm(nn.Module):
         return self.weight * wide.to(x.dtype)
 
 
+def test_what_has_no_op_of_its_dtype_is_left():
+    module = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.LayerNorm(8), nn.RMSNorm(8)).double()
+    done = ridgeline.optimize_(module)
+    assert done.swapped == [] and {name for name, _, _ in done.left} >= {"0", "2", "3"}
+    assert "no op for torch.float64" in str(done)
+
+
 class OtherNorm(nn.Module):
     """Looks like a norm of the mean square, and is one of the largest value."""
 

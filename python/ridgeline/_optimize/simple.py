@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from ridgeline import ops
 from ridgeline._optimize.stack import dtype_of, is_product, product, share, stacked
-from ridgeline._optimize.swap import Stranger, Swap, disagreement, fused_of, plan_of, probe
+from ridgeline._optimize.swap import BOUND, Stranger, Swap, disagreement, fused_of, plan_of, probe
 from ridgeline.nn.linear import Product
 from ridgeline.nn.mlp import gated_product
 from ridgeline.nn.norm import default_eps
 from ridgeline.nn.rows import rows_of
 
 _EPS = ("variance_epsilon", "eps", "epsilon", "layer_norm_eps")
-_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _ACTIVATION = ("act_fn", "activation_fn", "act", "activation", "intermediate_act_fn")
 _GATED = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _GATED_STACKED = (("gate_up_proj", "down_proj"),)
@@ -52,7 +51,7 @@ class NormPlan:
 
 def _has_op(weight: Tensor, x: Tensor) -> bool:
     """Whether the ops take these dtypes together: a residual may be wider than the weights."""
-    return x.dtype in _DTYPES and weight.dtype in (x.dtype, torch.float32)
+    return x.dtype in BOUND and weight.dtype in (x.dtype, torch.float32)
 
 
 def _rms_forward(self: Stranger, x: Tensor) -> Tensor:
@@ -105,10 +104,10 @@ def linear(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
     """``nn.Linear``; our own need no swap."""
     if not isinstance(module, nn.Linear):
         return None
+    if module.weight.dtype not in BOUND:
+        return f"no op for {module.weight.dtype}"
     if not is_product(module):
         return f"a {type(module).__name__} may do more than a linear layer, or has hooks"
-    if module.weight.dtype not in _DTYPES:
-        return f"no op for {module.weight.dtype}"
     return Swap("linear", _linear_forward)
 
 
@@ -240,6 +239,7 @@ def row(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         before: Stranger = module[i - 1] if i and steps[-1] == (i - 1,) else None
         norm_first = isinstance(before, nn.LayerNorm) and len(before.normalized_shape) == 1
         norm_first = norm_first and before.weight is not None and type(child) is nn.GELU
+        norm_first = norm_first and before.weight.dtype in BOUND
         if norm_first or (is_product(before) and kind_of_module(child) is not None):
             steps[-1] = (i - 1, i)
             pairs.append("layernorm_gelu" if norm_first else f"linear + {kind_of_module(child)}")

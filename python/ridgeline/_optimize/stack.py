@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline import ops
-from ridgeline._optimize.swap import Stranger
+from ridgeline._optimize.swap import BOUND, Stranger
 from ridgeline.nn.linear import (
     Linear,
     Linear4bit,
@@ -40,6 +40,8 @@ def is_product(module: Stranger) -> bool:
         return False
     if isinstance(module, LinearInt8) and module.outliers is not None:
         return False  # its columns are two products
+    if dtype_of(module) not in BOUND:
+        return False
     hooks = module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
     weight = module.scales if isinstance(module, Linear4bit) else module.weight
     return not hooks and weight.device.type in ("cpu", "cuda") and type(weight.data) is Tensor
