@@ -220,6 +220,63 @@ def test_what_has_no_op_of_its_dtype_is_left():
     assert "no op for torch.float64" in str(done)
 
 
+class OtherGelu(nn.GELU):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+class OtherLayerNorm(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        lambda: (nn.Linear(16, 16), OtherGelu()),
+        lambda: (OtherLayerNorm(16), nn.GELU()),
+        lambda: (nn.LayerNorm(16), OtherGelu()),
+    ],
+)
+def test_what_only_looks_like_a_row_is_left(parts: Any):
+    block, x = nn.Sequential(*parts()), torch.randn(3, 16)
+    with torch.no_grad():
+        expected = block(x)
+        ridgeline.optimize_(block)
+        torch.testing.assert_close(block(x), expected)
+
+
+@pytest.mark.parametrize("first", [nn.Linear(16, 16), nn.LayerNorm(16)])
+@pytest.mark.parametrize("hooked", [0, 1])
+def test_hooks_on_a_row_are_called(first: nn.Module, hooked: int):
+    block, seen = nn.Sequential(copy.deepcopy(first), nn.GELU()), []
+    block[hooked].register_forward_hook(lambda module, args, out: seen.append(module))
+    ridgeline.optimize_(block)
+    with torch.no_grad():
+        seen.clear()
+        block(torch.randn(3, 16))
+    assert seen == [block[hooked]]
+
+
+@pytest.mark.parametrize("hooked", ["self_attn.q_norm", "mlp.act_fn", "mlp.down_proj"])
+def test_hooks_on_parts_of_a_layer_are_called(tmp_path: Path, hooked: str):
+    model, seen = tiny_model.save_model(tmp_path, "qwen3", head_dim=32), []
+    part = model.model.layers[0].get_submodule(hooked)
+    part.register_forward_hook(lambda module, args, out: seen.append(module))
+    ridgeline.optimize_(model)
+    with torch.no_grad():
+        seen.clear()
+        model(torch.arange(1, 9)[None])
+    assert seen == [part]
+
+
+def test_a_replaced_forward_in_a_row_is_called():
+    block, x = nn.Sequential(nn.Linear(16, 16), nn.ReLU()), torch.randn(3, 16)
+    block[0].forward = lambda x: -x
+    ridgeline.optimize_(block)
+    assert torch.equal(block(x), torch.relu(-x))
+
+
 class OtherNorm(nn.Module):
     """Looks like a norm of the mean square, and is one of the largest value."""
 

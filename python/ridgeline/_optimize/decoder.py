@@ -13,7 +13,7 @@ from torch import Tensor
 from ridgeline import ops
 from ridgeline._optimize.simple import NormPlan, gated_inner
 from ridgeline._optimize.stack import dtype_of, is_product, product, share, stacked
-from ridgeline._optimize.swap import Stranger, Swap, disagreement, fused_of, plan_of, probe
+from ridgeline._optimize.swap import Stranger, Swap, disagreement, fused_of, is_bare, plan_of, probe
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # What a module gives to its attention function, where it has it under another name.
@@ -139,7 +139,8 @@ def attention(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         return "its projections are not plain linear layers"
     norms = tuple(children.get(key) for key in ("q_norm", "k_norm"))
     swaps = tuple(n.__dict__.get("ridgeline_swap") for n in norms if n is not None)
-    if len(swaps) == 1 or any(s is None or s.what != "rmsnorm" for s in swaps):
+    bare = all(norm is None or is_bare(norm) for norm in norms)
+    if len(swaps) == 1 or not bare or any(s is None or s.what != "rmsnorm" for s in swaps):
         return "the norms of its heads are not swapped"
     fused = stacked(parts)
     if isinstance(fused, str):
@@ -231,7 +232,7 @@ def layer(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         return "it has more than two norms, attention and an MLP"
     parts = [module._modules[name] for name in names]
     swaps = [part.__dict__.get("ridgeline_swap") for part in parts]
-    if any(part._forward_hooks or part._forward_pre_hooks for part in parts):
+    if not all(map(is_bare, parts)):
         return "its parts have hooks"
     whats = [swap.what if swap else "" for swap in swaps]
     if whats[:2] != ["rmsnorm"] * 2 or not (whats[2] and whats[3].endswith("_mul)")):

@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from ridgeline import ops
 from ridgeline._optimize.stack import dtype_of, is_product, product, share, stacked
-from ridgeline._optimize.swap import BOUND, Stranger, Swap, disagreement, fused_of, plan_of, probe
+from ridgeline._optimize.swap import (
+    BOUND,
+    Stranger,
+    Swap,
+    disagreement,
+    fused_of,
+    is_bare,
+    plan_of,
+    probe,
+)
 from ridgeline.nn.linear import Product
 from ridgeline.nn.mlp import gated_product
 from ridgeline.nn.norm import default_eps
@@ -165,7 +174,10 @@ def mlp(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         return None
     if not all(key is None or is_product(children[key]) for key in found):
         return "its products are not plain linear layers"
-    activation = kind_of(getattr(module, given))
+    function = getattr(module, given)
+    if isinstance(function, nn.Module) and not is_bare(function):
+        return f"its activation ({given}) has hooks or a replaced forward"
+    activation = kind_of(function)
     gated = found in _GATED or found in _GATED_STACKED
     if activation is None or (gated and activation == "relu"):
         return f"no op has its activation ({given})"
@@ -224,9 +236,16 @@ def _row_forward(self: Stranger, x: Tensor) -> Tensor:
 
 def kind_of_module(module: Stranger) -> str | None:
     """As :func:`kind_of`, by class: it is asked in every forward."""
-    if isinstance(module, nn.GELU):
+    if type(module) is nn.GELU:
         return "gelu" if module.approximate == "none" else "gelu_tanh"
     return {nn.SiLU: "silu", nn.ReLU: "relu"}.get(type(module))
+
+
+def _is_norm(module: Stranger) -> bool:
+    """A layer norm over the last dimension that the op computes, and nothing around it."""
+    if type(module) is not nn.LayerNorm or len(module.normalized_shape) != 1:
+        return False
+    return is_bare(module) and module.weight is not None and module.weight.dtype in BOUND
 
 
 def row(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
@@ -237,10 +256,9 @@ def row(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
     pairs = []
     for i, child in enumerate(module):
         before: Stranger = module[i - 1] if i and steps[-1] == (i - 1,) else None
-        norm_first = isinstance(before, nn.LayerNorm) and len(before.normalized_shape) == 1
-        norm_first = norm_first and before.weight is not None and type(child) is nn.GELU
-        norm_first = norm_first and before.weight.dtype in BOUND
-        if norm_first or (is_product(before) and kind_of_module(child) is not None):
+        norm_first = _is_norm(before) and type(child) is nn.GELU
+        follows = kind_of_module(child) is not None and is_bare(child)
+        if follows and (norm_first or is_product(before)):
             steps[-1] = (i - 1, i)
             pairs.append("layernorm_gelu" if norm_first else f"linear + {kind_of_module(child)}")
         else:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline import ops
-from ridgeline._optimize.swap import BOUND, Stranger
+from ridgeline._optimize.swap import BOUND, Stranger, is_bare
 from ridgeline.nn.linear import (
     Linear,
     Linear4bit,
@@ -42,9 +42,8 @@ def is_product(module: Stranger) -> bool:
         return False  # its columns are two products
     if dtype_of(module) not in BOUND:
         return False
-    hooks = module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
     weight = module.scales if isinstance(module, Linear4bit) else module.weight
-    return not hooks and weight.device.type in ("cpu", "cuda") and type(weight.data) is Tensor
+    return is_bare(module) and weight.device.type in ("cpu", "cuda") and type(weight.data) is Tensor
 
 
 def product(module: Stranger, x: Tensor, **fused: object) -> Tensor:

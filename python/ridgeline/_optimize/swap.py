@@ -52,6 +52,13 @@ class Swap:
                 _own_storage(child)
 
 
+def is_bare(module: Stranger) -> bool:
+    """Whether a call of it does what its class's forward, or the swap for that, does."""
+    own = module.__dict__
+    hooks = module._forward_hooks or module._forward_pre_hooks or hasattr(module, "_hf_hook")
+    return not hooks and ("forward" not in own or "ridgeline_swap" in own)
+
+
 def plan_of(module: Stranger) -> Any:
     return module.__dict__["ridgeline_swap"].plan
 
