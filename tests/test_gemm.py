@@ -122,6 +122,15 @@ def test_pack_int4_takes_empty_weights(shape: tuple[int, int]) -> None:
     assert packed.dequantize().shape == shape
 
 
+@pytest.mark.parametrize("zero_point", [False, True])
+def test_packing_keeps_no_graph_of_the_weight(zero_point: bool) -> None:
+    """Scales with a history would hold the weight in memory, and ask a backward of the product."""
+    weight = torch.randn(16, 64, requires_grad=True)
+    packed = ops.pack_int4(weight, 32, zero_point)
+    assert packed.scales.grad_fn is None
+    assert not ops.int4_linear(torch.randn(2, 64), packed).requires_grad
+
+
 def test_pack_int4_keeps_nan_in_its_group() -> None:
     weight = torch.ones(3, 128)
     weight[1, 70] = math.nan

@@ -147,7 +147,7 @@ def pack_int4(weight: Tensor, group_size: int = 128, zero_point: bool = False) -
     )
     N, K = weight.shape
     group = checked_group(group_size, K)
-    columns = weight.float().reshape(N, K // group, group)
+    columns = weight.detach().float().reshape(N, K // group, group)
     scales, zeros = int4_grid(columns, weight.dtype, zero_point)
     q = int4_codes(columns, scales.unsqueeze(-1), zeros.unsqueeze(-1)).nan_to_num_(0)
     return Int4Weight(
