@@ -145,6 +145,11 @@ def test_plan_refuses_what_the_engine_does(folder: Path, capsys, arguments, mess
         ([None, '{"event": "schedule"}'], ":2: there is no 'now'"),
         ([None, '{"event": "commit", "step": 7, "tokens": []}'], ":2: there is no 7"),
         ([None, '{"event": "fly"}'], ":2: unknown event 'fly'"),
+        ([None, '{"event": "ran", "step": 0, "us": 1}'], ":2: there is no 'predicted_us'"),
+        (
+            [None, '{"event": "ran", "step": 0, "us": "1", "predicted_us": 1}'],
+            ":2: us must be a number, got '1'",
+        ),
     ],
 )
 def test_replay_names_the_line_of_a_broken_trace(folder, tmp_path, capsys, lines, message):
@@ -155,6 +160,20 @@ def test_replay_names_the_line_of_a_broken_trace(folder, tmp_path, capsys, lines
     trace.write_text("\n".join(line or start for line in lines))
     assert main(["replay", str(trace)]) == 2
     assert f"{trace}{message}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        (["--width", "0"], "width must be at least 1, got 0"),
+        (["--lanes", "-1"], "lanes must be at least 0, got -1"),
+    ],
+)
+def test_replay_refuses_a_picture_of_no_size(folder, tmp_path, capsys, option, message):
+    with LLM(folder, device="cpu", num_blocks=8, trace=tmp_path / "trace") as llm:
+        llm.generate([1, 2, 3])
+    assert main(["replay", str(tmp_path / "trace"), *option]) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_a_folder_in_place_of_a_file_is_one_line_and_exit_code_2(tmp_path: Path, capsys):

@@ -110,8 +110,11 @@ class Timeline:
 
     def text(self, *, width: int = 100, lanes: int = 40) -> str:
         """Lanes of at most ``width`` columns, then the counts of decisions and the step times."""
+        for name, value, least in (("width", width, 1), ("lanes", lanes, 0)):
+            if value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         steps = len(self.occupancy)
-        per = max(1, -(-steps // max(width, 1)))
+        per = max(1, -(-steps // width))
         rows = [f"{steps} steps, {len(self.lanes)} requests, {per} steps a column, {self.machine}"]
         rows.append("  ".join(f"{letter} {name}" for letter, name in _NAMES.items()))
         for lane in self.lanes[:lanes]:

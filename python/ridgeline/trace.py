@@ -91,6 +91,11 @@ def _decision(decision: engine.Decision) -> dict[str, Any]:
     }
 
 
+def _expect(line: dict[str, Any], key: str, kind: Any, name: str) -> None:
+    if not isinstance(line[key], kind):
+        raise ValueError(f"{key} must be {name}, got {line[key]!r}")
+
+
 class ReplayError(ValueError):
     """The scheduler decided otherwise than the trace says."""
 
@@ -109,6 +114,7 @@ class Replay:
         if start.get("event") != "start" or start.get("version") != VERSION:
             raise ValueError(f"{path} is not a trace of version {VERSION}")
         with self._named():
+            _expect(start, "machine", str, "text")
             self.machine: str = start["machine"]
             self.settings: dict[str, Any] = start["settings"]
             self.scheduler = make_scheduler(self.settings)
@@ -158,6 +164,7 @@ class Replay:
     def _tell(self, line: dict[str, Any]) -> engine.Batch | None:
         event, scheduler = line["event"], self.scheduler
         if event == "added":
+            _expect(line, "request_id", str, "text")
             options = {k: v for k, v in line.items() if k not in ("event", "request_id")}
             scheduler.add(options.pop("seq_ids"), options.pop("prompt"), **options)
         elif event == "schedule":
@@ -179,7 +186,10 @@ class Replay:
             self._flying.clear()
         elif event == "time_ratio":
             scheduler.add_time_ratio(line["padded_tokens"], line["ratio"])
-        elif event != "ran":
+        elif event == "ran":
+            for key in ("step", "us", "predicted_us"):
+                _expect(line, key, (int, float), "a number")
+        else:
             raise ValueError(f"unknown event {event!r}")
         return None
 
