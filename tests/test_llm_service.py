@@ -122,6 +122,7 @@ def test_service_that_cannot_be_given_is_refused(folder: Path, options, error: t
         {"latency_target": 1e-7},
         {"latency_target": float("inf")},
         {"swap_space": -1.0},
+        {"swap_space": 1e9},
         {"trace": "/no/such/folder/trace"},
     ],
     ids=str,

@@ -16,7 +16,7 @@ from ridgeline._loader import CUDA
 from ridgeline._quantize.recipe import QuantizedCheckpoint
 from ridgeline._start import Starter
 from ridgeline.core import Core
-from ridgeline.kv_cache import KV_DTYPES
+from ridgeline.kv_cache import KV_DTYPES, host_memory
 from ridgeline.memory import MemoryLine, stored_bytes
 from ridgeline.models.config import DTYPES, ModelConfig
 from ridgeline.models.gguf import GgufFile, gguf_file
@@ -98,8 +98,12 @@ class EngineOptions:
             raise FileNotFoundError(f"trace: there is no folder {self.trace.parent}")
         if self.trace is not None and self.trace.is_dir():
             raise ValueError(f"trace must be a file, got the folder {self.trace}")
-        if not 0 <= self.swap_space < float("inf"):
-            raise ValueError(f"swap_space must be at least 0, got {self.swap_space}")
+        memory = host_memory() / 2**30
+        if not 0 <= self.swap_space <= memory:
+            raise ValueError(
+                f"swap_space must be from 0 to this machine's {memory:.1f} GiB, "
+                f"got {self.swap_space}"
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), "
