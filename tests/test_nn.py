@@ -216,6 +216,39 @@ def test_layers_are_quantised_in_place(name: str, device: str):
             assert torch.equal(module["body"](y), module["body"](y.contiguous()))
 
 
+class CastsToWeight(nn.Module):
+    """As T5's and many others' modules do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wi, self.wo = nn.Linear(128, 128), nn.Linear(128, 128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.wi(x))
+        return self.wo(x.to(self.wo.weight.dtype))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_layers_whose_weight_is_read_beside_them_are_left(name: str):
+    fmt, options = FORMATS[name]
+    encoder = nn.TransformerEncoderLayer(128, 4, 256, batch_first=True)  # has a fast path
+    module = nn.ModuleList([encoder, CastsToWeight()]).eval()
+    x = torch.randn(2, 5, 128)
+    with torch.inference_mode():
+        expected = module[0](x)
+        done = ridgeline.quantize_(module, fmt, **options)
+        torch.testing.assert_close(module[0](x), expected)
+        module[1](x)
+    assert done.layers == ("1.wi",)
+    assert dict(done.left)["0.linear1"] == "its weight is read by the TransformerEncoderLayer"
+
+
+def test_a_replaced_forward_is_left():
+    module = nn.Sequential(nn.Linear(64, 64))
+    module[0].forward = lambda x: -x
+    assert dict(ridgeline.quantize_(module, "fp8").left) == {"0": "its forward is replaced"}
+
+
 def test_a_layer_that_a_format_cannot_hold_is_left_and_named():
     done = ridgeline.quantize_(tree(), "int4")
     assert "K divisible by the group" in dict(done.left)["odd"]

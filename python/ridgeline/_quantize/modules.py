@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import cache
+from inspect import getsource
 from typing import Any
 
 import torch
@@ -93,7 +96,7 @@ def quantize_(
             names.setdefault(child, []).append(name)
     for child, aliases in names.items():
         name = aliases[0]
-        reasons = (_reason_to_leave(alias, child, skip) for alias in aliases)
+        reasons = (_reason_to_leave(module, alias, child, skip) for alias in aliases)
         reason = next(filter(None, reasons), None)
         if reason is None and seen is not None and name not in seen.largest:
             reason = "it was not run while its inputs were observed"
@@ -130,7 +133,9 @@ def is_named(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch(name, p) or fnmatch(name, f"*.{p}") for p in patterns)
 
 
-def _reason_to_leave(name: str, child: nn.Module, skip: Sequence[str]) -> str | None:
+def _reason_to_leave(
+    module: nn.Module, name: str, child: nn.Module, skip: Sequence[str]
+) -> str | None:
     if is_named(name, skip):
         return "named in skip"
     if type(child) not in (nn.Linear, Linear):
@@ -140,4 +145,20 @@ def _reason_to_leave(name: str, child: nn.Module, skip: Sequence[str]) -> str | 
         return f"its weight is {weight.dtype} on {weight.device}"
     if child._forward_hooks or child._forward_pre_hooks or hasattr(child, "_hf_hook"):
         return "it has hooks"
+    if "forward" in child.__dict__:
+        return "its forward is replaced"
+    above, _, attribute = name.rpartition(".")
+    kind: Any = type(module.get_submodule(above))
+    if re.search(rf"\bself\.{re.escape(attribute)}\.weight\b", _source_of(kind)):
+        return f"its weight is read by the {kind.__name__}"
     return None
+
+
+@cache
+def _source_of(kind: type) -> str:
+    """The code of a class; empty if it is not there. Weights of other formats are no tensors of
+    the layer's dtype, which a fast path would multiply or inputs be cast to."""
+    try:
+        return getsource(kind)
+    except (OSError, TypeError):
+        return ""
