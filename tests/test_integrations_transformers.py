@@ -18,6 +18,8 @@ from transformers import (
     AutoModel,
     BertConfig,
     BertModel,
+    BlipTextConfig,
+    BlipTextModel,
     CompileConfig,
     GenerationConfig,
     PreTrainedModel,
@@ -184,6 +186,22 @@ def test_attention_that_cannot_be_replaced_keeps_its_masks(architecture: str, pa
         model = AutoModel.from_config(config, attn_implementation=implementation).eval()
         with torch.no_grad():
             out = model(mask.cumsum(1), attention_mask=mask).last_hidden_state
+        results.append(out * mask[..., None])
+    torch.testing.assert_close(*results)
+
+
+def test_so_does_attention_in_a_file_of_its_own():
+    """Vision and text of Blip are apart, and the text's attention alone cannot be replaced."""
+    integration.enable()
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    mask, results = paddings("cpu")["left"], []
+    for implementation in ("eager", "ridgeline"):
+        torch.manual_seed(0)
+        config = BlipTextConfig(**shape, num_attention_heads=2, vocab_size=99)
+        config._attn_implementation = implementation
+        model = BlipTextModel(config, add_pooling_layer=False).eval()
+        with torch.no_grad():
+            out = model(mask.cumsum(1), attention_mask=mask, is_decoder=True).last_hidden_state
         results.append(out * mask[..., None])
     torch.testing.assert_close(*results)
 

@@ -5,20 +5,29 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import cast
+from functools import cache
+from typing import Any, cast
 
 import torch
 
 
+@cache
 def _attends_itself(configuration: str) -> bool:
-    """Whether the modelling code beside this module has attention that no registered function
-    replaces. Code that is not there is taken to be replaceable."""
-    module = configuration.replace(".configuration_", ".modeling_")
-    names = vars(sys.modules[module]) if module in sys.modules else {}
-    return "ALL_ATTENTION_FUNCTIONS" not in names and any(
-        "Attention" in name and isinstance(value, type) and issubclass(value, torch.nn.Module)
-        for name, value in names.items()
+    """Whether some modelling code beside this module, as far as it is loaded, has attention that no
+    registered function replaces."""
+    prefix = configuration.rpartition(".")[0] + ".modeling_"
+    modules = [(name, vars(m)) for name, m in list(sys.modules.items()) if name.startswith(prefix)]
+    return any(
+        "ALL_ATTENTION_FUNCTIONS" not in names
+        and any(_is_attention(v, name) for v in names.values())
+        for name, names in modules
     )
+
+
+def _is_attention(value: Any, module: str) -> bool:
+    """A module of attention, defined there."""
+    is_module = isinstance(value, type) and issubclass(value, torch.nn.Module)
+    return is_module and "Attention" in value.__name__ and value.__module__ == module
 
 
 # A name is all that torch.compile takes as the argument of a constant.
