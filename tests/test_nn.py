@@ -124,6 +124,15 @@ def test_any_strides_will_do(name: str, device: str):
             assert torch.equal(ours(x), ours(x.contiguous()))
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 64), (2, 0, 64)])
+@pytest.mark.parametrize("name", pairs())
+def test_no_rows_give_no_rows(name: str, shape: tuple[int, ...]):
+    theirs, make = pairs()[name]
+    ours = make(on("cpu", theirs))
+    with torch.inference_mode():
+        assert ours(torch.randn(shape)).shape == (*shape[:2], 40 if "linear" in name else 64)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_eps_of_none_is_what_pytorch_takes(dtype: torch.dtype, device: str):

@@ -59,10 +59,9 @@ class Attention(nn.Module):
         return cls(Linear.from_torch(qkv), out, attention.num_heads, causal=causal)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, length, _ = x.shape
-        projected = self.qkv(x)
-        heads = projected.view(batch, length, self.heads + 2 * self.kv_heads, -1)
+        parts = self.heads + 2 * self.kv_heads
+        heads = self.qkv(x).unflatten(2, (parts, self.qkv.out_features // parts))
         q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), 2)
         out = ops.attention(q, k, v, causal=self.causal, window=self.window)
         assert isinstance(out, torch.Tensor)
-        return self.output(out.view(batch, length, -1))
+        return self.output(out.flatten(2))
