@@ -192,6 +192,19 @@ def test_what_is_swapped_takes_any_strides(kind: Any):
         torch.testing.assert_close(module[0](x), expected)
 
 
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])  # whole layers, and their parts
+def test_embeddings_may_have_any_strides(tmp_path: Path, architecture: str):
+    """As a soft prompt has that is expanded over the batch."""
+    model = tiny_model.save_model(tmp_path, architecture)
+    x = torch.randn(1, 9, 64)
+    with torch.no_grad():
+        expected = model(inputs_embeds=x.repeat(3, 1, 1)).logits
+        ridgeline.optimize_(model)
+        for embeds in (x.expand(3, 9, 64), x.transpose(0, 1).expand(9, 3, 64).transpose(0, 1)):
+            actual = model(inputs_embeds=embeds).logits
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-3)
+
+
 def test_a_norm_whose_weight_is_narrower_than_its_input_keeps_its_own_forward():
     """As Mamba's last norm is, which reads a residual in float32."""
     norm = nn.ModuleList([WideNorm(), nn.Linear(64, 64)]).bfloat16()

@@ -14,6 +14,7 @@ from ridgeline import ops
 from ridgeline._optimize.simple import NormPlan, gated_inner
 from ridgeline._optimize.stack import dtype_of, is_product, product, share, stacked
 from ridgeline._optimize.swap import Stranger, Swap, disagreement, fused_of, is_bare, plan_of, probe
+from ridgeline.nn.rows import rows_of
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 # What a module gives to its attention function, where it has it under another name.
@@ -213,7 +214,7 @@ def _decoder_forward(
     if torch.is_autocast_enabled(hidden_states.device.type):  # residual and products differ
         given = (hidden_states, attention_mask, position_ids, past_key_values, use_cache)
         return type(self).forward(self, *given, position_embeddings, **kwargs)
-    plan = plan_of(self)
+    plan, hidden_states = plan_of(self), rows_of(hidden_states)  # a residual too
     assert position_embeddings is not None
     norm = {"norm_weight": plan.norms[0].weight, "norm_eps": plan.eps[0]}
     args = (hidden_states, position_embeddings, attention_mask, past_key_values, norm)
