@@ -316,6 +316,17 @@ def test_merged_halves_equal_the_whole(device: str) -> None:
     assert (lse - whole_lse).abs().max() <= 1e-6 * whole_lse.abs().max()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("side", [0, 2], ids=["out_a", "out_b"])
+def test_merging_refuses_what_lies_off_16_bytes(side: int) -> None:
+    """A kernel that reads it so would end the process's use of the GPU."""
+    out, lse = normal("cuda", 5, 4, 64), torch.zeros(4, 5, device="cuda")
+    parts = [out, lse, out, lse]
+    parts[side] = torch.empty(out.numel() + 1, dtype=out.dtype, device="cuda")[1:].view_as(out)
+    with pytest.raises(ValueError, match="expected data aligned to 16 bytes"):
+        ops.merge_attention(*parts)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("rest", [float("nan"), float("inf")])
 def test_what_no_sequence_owns_has_no_effect(device: str, rest: float) -> None:

@@ -17,7 +17,7 @@ struct AttentionOptions {
   double softcap;
 };
 
-/// q, k and v in one storage: last dimension contiguous, and in 16-byte pieces on CUDA.
+/// Head vectors: last dimension contiguous, and in 16-byte pieces on CUDA.
 template <class Backend>
 void expect_heads(const Tensor& tensor, const char* name) {
   Expect(tensor, name).last_dim_contiguous();
@@ -304,6 +304,8 @@ std::tuple<Tensor, Tensor> merge_attention(const Tensor& out_a, const Tensor& ls
         to_text(out_a.sizes()));
   Expect(out_b, "out_b").on_device_of(out_a, "out_a").dtype(dtype_of(out_a, "out_a"));
   Expect(out_b, "out_b").same_shape(out_a, "out_a").contiguous();
+  expect_heads<Backend>(out_a, "out_a");
+  expect_heads<Backend>(out_b, "out_b");
   const bool packed = out_a.dim() == 3;
   const std::int64_t batch = packed ? 1 : out_a.size(0);
   const std::int64_t rows = out_a.size(packed ? 0 : 1), heads = out_a.size(packed ? 1 : 2);

@@ -217,7 +217,8 @@ def merge_attention(
     """Joins two attentions of the same queries over disjoint keys.
 
     Args:
-        out_a, out_b: ``[B, Sq, H, D]`` or packed ``[T, H, D]``, contiguous, one dtype.
+        out_a, out_b: ``[B, Sq, H, D]`` or packed ``[T, H, D]``, contiguous, one dtype; on CUDA in
+            pieces of 16 bytes.
         lse_a, lse_b: float32 ``[B, H, Sq]`` or ``[H, T]``, contiguous. A side with lse -inf does
             not count, whatever its out holds.
 
