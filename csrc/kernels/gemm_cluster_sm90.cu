@@ -22,8 +22,8 @@ using namespace gemm_cluster;
 
 // ---- Kernel -------------------------------------------------------------------------------------
 
-/// Grid: (segments of K, tiles of 64, 112, 128 or 192 weight rows by kTokens rows of x, the row
-/// tiles side by side); the segments of a tile are a cluster. Two warps request stages of 64 or 128
+/// Grid: (segments of K, tiles of kTokens rows of x, tiles of 64, 112, 128 or 192 weight rows); the
+/// segments of a tile are a cluster. Two warps request stages of 64 or 128
 /// columns of the tile and of its rows of x; kGroups warpgroups, two or three, multiply 64 weight
 /// rows by 16, 32, 64 or 128 rows of x: of a longer tile the second has the rows from 64 on, those
 /// of 64 rows take stages by turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and
@@ -49,27 +49,19 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens, kGroups>,
   const GemmParams& p = params.gemm;
   const int warp = device::warp_index(), lane = threadIdx.x % 32;
   const int segment = blockIdx.x, segments = gridDim.x;
-  const int row_tiles = ceil_div(static_cast<int>(p.M), kTokens);
   // The last tile of several ends with x, and some rows are stored once more: what a copy brings
   // beyond x comes slowly.
-  const int row0 = min(static_cast<int>(blockIdx.y) % row_tiles * kTokens,
-                       max(static_cast<int>(p.M) - kTokens, 0));
+  const int row0 =
+      min(static_cast<int>(blockIdx.y) * kTokens, max(static_cast<int>(p.M) - kTokens, 0));
   const int m = min(kTokens, static_cast<int>(p.M) - row0);  // rows of x
-  const int first = params.before + blockIdx.y / row_tiles * params.box_rows;  // column of y
+  const int first = params.before + blockIdx.z * params.box_rows;  // column of y
   const int up_first = params.paired ? first + p.N / 2 : first;
-  const auto [begin, count] = gemm_config::stages_of(params.steps, segments, segment);
+  const auto [begin, count] = params.stages_of(segment);
 
-  if (warp == 0 && ptx::elect_one()) {
-#pragma unroll
-    for (int i = 0; i < kMaxStages; ++i) {
-      if (kFolds) ptx::mbarrier_init(&fixed.raw[i], 2);
-      ptx::mbarrier_init(&fixed.full[i], 2);
-      ptx::mbarrier_init(&fixed.empty[i], 4 * params.row_groups);
-    }
+  if (ptx::elect_one()) {
     const int rows = max(0, min(params.rows_each, m - segment * params.rows_each));
-    ptx::mbarrier_init(&fixed.received, 1);
-    ptx::mbarrier_expect(&fixed.received, received_bytes<kTokens>(params, segments, rows));
-    ptx::fence_mbarrier_init();
+    make_barriers<kFolds>(fixed, params, warp, kBlockThreads<kTokens, kGroups> / 32,
+                          received_bytes<kTokens>(params, segments, rows));
   }
   if (threadIdx.x == kBlockThreads<kTokens, kGroups> - 1) {
     ptx::prefetch_tensor_map(&params.weight);
@@ -163,8 +155,10 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.box_rows = config.tile_cols / (params.paired ? 2 : 1);
   params.steps = ceil_div(p.K, kCols);
   params.before = config.rest.cols > 0 ? p.out_cols() - config.rest.cols : 0;
-  const int tiles = ceil_div(p.out_cols() - params.before, params.box_rows) *
-                    static_cast<int>(ceil_div<std::int64_t>(p.M, kTokens));
+  params.segments = device::Divisor::of(segments);
+  const dim3 grid(segments, ceil_div<std::int64_t>(p.M, kTokens),
+                  ceil_div(p.out_cols() - params.before, params.box_rows));
+  const auto tiles = static_cast<int>(grid.y * grid.z);
   // Where stages are long, blocks that have an SM each take all of its memory for their rings.
   // H200, 64 rows, us: bf16 at 4096 x 4096 12.3 and 11.4, at 14336 x 4096 33.6 and 30.9; fp8 by
   // bf16 10.6 and 9.1, 29.7 and 21.1; int4 9.5 and 8.5, 22.4 and 19.9. But fp8 by fp8 7.3 and 8.0,
@@ -271,11 +265,11 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                         .stride = p.weight.stride_row},
                                        params.box_rows, kRowBytes / kBytes, true, kPromotion);
   }
-  check(tiles <= 65535, "linear: weight rows must be at most ", 65535 * params.box_rows, ", got ",
-        p.N);
+  check(grid.z <= 65535, "linear: weight rows must be at most ", 65535 * params.box_rows,
+        ", got ", p.N);
   device::launch_chained<cluster_sm90_kernel<T, E, kFormat, kFp8X, kTokens, kGroups>>(
-      dim3(segments, tiles), dim3(kBlockThreads<kTokens, kGroups>), params.shared_bytes, stream,
-      params, "linear: cluster", segments);
+      grid, dim3(kBlockThreads<kTokens, kGroups>), params.shared_bytes, stream, params,
+      "linear: cluster", segments);
 }
 
 template <class T, int kTokens>

@@ -9,7 +9,8 @@ namespace ridgeline::gemm_detail {
 /// for all. One warp of each block calls it.
 __device__ __forceinline__ void prefetch_x(const GemmParams& p, int lane) {
   constexpr int kLine = 128, kWarp = 32;
-  const int block = blockIdx.y * gridDim.x + blockIdx.x, blocks = gridDim.x * gridDim.y;
+  const int blocks = gridDim.x * gridDim.y * gridDim.z;
+  const int block = (blockIdx.z * gridDim.y + blockIdx.y) * gridDim.x + blockIdx.x;
   const bool pairs = p.weight.format == WeightFormat::kInt8;  // two in the place of a column
   const auto element = static_cast<int>(pairs ? 2 : size_of(p.x.dtype));
   const int bytes = p.K * element, lines = ceil_div(bytes, kLine);
