@@ -37,17 +37,17 @@ __host__ __device__ constexpr int octets_of_turns(const ClusterParams& params) {
   return kTokens == 64 ? 8 : params.rows_held <= 16 ? 2 : 4;
 }
 
-/// What a block receives that finishes so many rows: sums, and squares of a norm.
+/// What a block receives that finishes so many rows.
 template <int kTokens>
 __host__ __device__ constexpr int received_bytes(const ClusterParams& p, int segments, int rows) {
-  constexpr int kSquares = kTokens == kNormTokens ? kNormTokens * 4 : 0;
-  if (p.by_turns) return bytes_of_turns(octets_of_turns<kTokens>(p)) + kSquares;
-  return (segments - 1) * (rows * p.row_groups * kGroupRows * 4 + kSquares);
+  if (p.by_turns) return bytes_of_turns(octets_of_turns<kTokens>(p));
+  return (segments - 1) * rows * p.row_groups * kGroupRows * 4;
 }
 
 /// Makes the block's barriers, some by each of `warps` warps, of which one thread calls it; `bytes`
-/// come from its neighbours. H200, us, by one thread of the block and so: 32 rows of fp8 by bf16 of
-/// 4096 x 4096 6.85 and 6.77, chained 16 rows of int4 5.34 and 5.30.
+/// Makes the block's barriers, some by each of `warps` warps, of which one thread calls it; `bytes`
+/// come from its neighbours, and squares of a norm. H200, us, by one thread of the block and so: 32
+/// rows of fp8 by bf16 of 4096 x 4096 6.85 and 6.77, chained 16 rows of int4 5.34 and 5.30.
 template <bool kFolds>
 __device__ __forceinline__ void make_barriers(Fixed& fixed, const ClusterParams& params, int warp,
                                               int warps, int bytes) {
@@ -59,6 +59,10 @@ __device__ __forceinline__ void make_barriers(Fixed& fixed, const ClusterParams&
   if (warp == warps - 1) {
     ptx::mbarrier_init(&fixed.received, 1);
     ptx::mbarrier_expect(&fixed.received, bytes);
+    if (kFolds) {
+      ptx::mbarrier_init(&fixed.squared, 2);
+      ptx::mbarrier_expect(&fixed.squared, (gridDim.x - 1) * gemm_config::kNormRows * 4);
+    }
   }
   ptx::fence_mbarrier_init();
 }

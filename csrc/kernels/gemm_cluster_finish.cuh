@@ -37,10 +37,11 @@ struct Finish {
   __device__ int pitch() const { return columns() + 4; }  // a warp's sums go to 32 banks
   __device__ int turns() const { return params.row_groups == 1 ? 2 : 1; }
 
-  /// Scales of the rows of x, and scale and bias of the tile's weight rows, one a thread.
+  /// Scales of the rows of x, but where they meet their norm, and scale and bias of the tile's
+  /// weight rows, one a thread.
   __device__ void bring_factors(int up_first) const {
     const GemmParams& p = params.gemm;
-    if (threadIdx.x < rows)
+    if (threadIdx.x < rows && !p.x.norm_weight)
       fixed.x_scale[threadIdx.x] =
           params.unit * (p.x.scale ? p.x.scale[p.x.scale_per_row ? row0 + threadIdx.x : 0] : 1.0f);
     const int column = threadIdx.x, up = column - params.box_rows;
@@ -95,37 +96,11 @@ struct Finish {
     }
   }
 
-  /// Squares of the other blocks, behind their sums.
-  __device__ float* squares_of(int from) const {
-    return reinterpret_cast<float*>(inbox(blocks - 1, 0, 0)) + from * gemm_config::kNormRows;
-  }
-
-  /// The block's squares of all rows, to the others.
-  __device__ void send_squares() const {
-    constexpr int kPieces = gemm_config::kNormRows / kEach;
-    const int s = 1 + threadIdx.x / kPieces, piece = threadIdx.x % kPieces;
-    if (s >= blocks) return;
-    const int owner = rank + s < blocks ? rank + s : rank + s - blocks;
-    const int from = rank < owner ? rank : rank - 1;
-    float4 total{};
-#pragma unroll
-    for (int w = 0; w < kNormWarps; ++w)
-      add(total, reinterpret_cast<const float4*>(fixed.squares_of(w))[piece]);
-    ptx::put_in_block(reinterpret_cast<float4*>(squares_of(from)) + piece, total, &fixed.received,
-                      owner);
-  }
-
-  /// A row's norm goes to its scale.
+  /// Squares become the scale of a row.
   __device__ void fold_norm() const {
+    ptx::mbarrier_wait(&fixed.squared, 0);
     const int m = threadIdx.x;
-    if (m >= rows) return;
-    float own = 0.0f, squares = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kNormWarps; ++w) own += fixed.squares_of(w)[m];
-#pragma unroll 1
-    for (int s = 0; s < blocks; ++s)
-      squares += s == rank ? own : squares_of(s < rank ? s : s - 1)[m];
-    fixed.x_scale[m] *= norm_factor(params.gemm, squares);
+    if (m < rows) fixed.x_scale[m] = params.unit * fixed.norm_of(params.gemm, m, blocks);
   }
 
   /// All blocks' sums, in order.

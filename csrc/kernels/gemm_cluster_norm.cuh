@@ -1,4 +1,5 @@
 #pragma once
+#include "device/ptx/cluster.cuh"
 #include "device/ptx/elect.cuh"
 #include "device/ptx/mma.cuh"
 #include "device/ptx/warpgroup.cuh"
@@ -16,7 +17,7 @@ struct Normalizer {
   const Producer<Layout>& producer;
   int turn, lane;
   uint4 x[Layout::kXBoxes][kChunks][kOctets];
-  float squares[kOctets][2][4] = {};  // of even and of odd pairs
+  float squares[kOctets][2][4] = {};  // of either half of an eight
 
   /// A lane's chunks of its rows, lane / 4 and the eighth after it. Odd rows begin with the other
   /// half, so that the lanes of two rows, which go to shared memory together, meet in no bank.
@@ -29,13 +30,11 @@ struct Normalizer {
     return {of(a.x, b.x), of(a.y, b.y), of(a.z, b.z), of(a.w, b.w)};
   }
 
-  /// Adds up squares on the diagonals of products of x with itself. Both rows of a lane's operand
-  /// are its own; of pairs that are the second's, sums 2 and 3 count.
-  __device__ static void add_squares(const uint4& x, float (&sums)[2][4]) {
-    ptx::mma_m16n8k8(sums[0], x.x, x.y, x.x);
-    ptx::mma_m16n8k8(sums[1], x.x, x.y, x.y);
-    ptx::mma_m16n8k8(sums[0], x.z, x.w, x.z);
-    ptx::mma_m16n8k8(sums[1], x.z, x.w, x.w);
+  /// Adds up squares on the diagonals of products of x with itself: octet `o` of both as 16 rows.
+  __device__ static void add_squares(const uint4 (&x)[kOctets], int o, float (&sums)[2][4]) {
+    const uint4 &a = x[0], &b = x[1], &by = x[o];
+    ptx::mma_m16n8k16<T>(sums[0], {a.x, b.x, a.y, b.y}, by.x, by.y);
+    ptx::mma_m16n8k16<T>(sums[1], {a.z, b.z, a.w, b.w}, by.z, by.w);
   }
 
   /// A stage's x, swizzled by rows of 128 bytes, of which there are `columns`.
@@ -72,7 +71,12 @@ struct Normalizer {
 #pragma unroll
       for (int i = 0; i < kChunks; ++i)
 #pragma unroll
-        for (int o = 0; o < kOctets; ++o) add_squares(x[box][i][o], squares[o]);
+        for (int o = 0; o < kOctets; ++o) add_squares(x[box][i], o, squares[o]);
+  }
+
+  /// Where a warp leaves its sums: the norm's weight of a stage of its own, which it has read.
+  __device__ float* sums_of(int warp) const {
+    return reinterpret_cast<float*>(producer.norm_at(warp));
   }
 
   /// A row's are in the lane of its quad that has the column of its number.
@@ -82,9 +86,32 @@ struct Normalizer {
 #pragma unroll
     for (int o = 0; o < kOctets; ++o) {
       const float(&sums)[2][4] = squares[o];
-      producer.fixed.squares_of(turn)[o * 8 + row] =
-          row % 2 == 0 ? sums[0][0] + sums[1][2] : sums[0][1] + sums[1][3];
+      sums_of(turn)[o * 8 + row] = row % 2 == 0 ? sums[0][o * 2] + sums[1][o * 2]
+                                                : sums[0][o * 2 + 1] + sums[1][o * 2 + 1];
     }
+  }
+
+  /// Squares of the block's columns to the cluster, ahead of the sums. One warp calls it.
+  __device__ void send_squares() const {
+    constexpr int kPieces = gemm_config::kNormRows / 4;
+    static_assert(gemm_config::kMaxSegments * kPieces <= 32);
+    Fixed& fixed = producer.fixed;
+    const int block = lane / kPieces, piece = lane % kPieces;
+    float4 total{};
+#pragma unroll
+    for (int w = 0; w < kNormWarps; ++w) {
+      const float4 part = reinterpret_cast<const float4*>(sums_of(w))[piece];
+      total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
+    }
+    float4* to = reinterpret_cast<float4*>(fixed.squares_of(blockIdx.x)) + piece;
+    if (gridDim.x > 1) ptx::cluster_wait();  // the barriers of all blocks are made
+    if (block == blockIdx.x) {
+      *to = total;
+    } else if (block < gridDim.x) {
+      ptx::put_in_block(to, total, &fixed.squared, block);
+    }
+    __syncwarp();  // the block's own are there
+    if (lane == 0) ptx::mbarrier_arrive(&fixed.squared);
   }
 
   /// Requests its stages of the first round, then the norm's weight a round ahead, which no other
@@ -119,7 +146,8 @@ struct Normalizer {
       }
     }
     leave_squares();
-    ptx::named_barrier_arrive(1, kConsumerThreads + kNormWarps * 32);
+    ptx::named_barrier_sync(4, kNormWarps * 32);  // all warps have left theirs
+    if (turn == 0) send_squares();
   }
 };
 

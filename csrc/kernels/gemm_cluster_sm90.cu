@@ -117,14 +117,12 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens, kGroups>,
       }
       return;
     }
-    // Every consumer has read its last stage, and the squares are there.
-    ptx::named_barrier_sync(1, kMultipliers + (kFolds ? kNormWarps * 32 : 0));
+    ptx::named_barrier_sync(1, kMultipliers);  // every consumer has read its last stage
     finish.keep(consumer.sums, turn, in_tile);
     ptx::named_barrier_sync(1, kMultipliers);  // the block's sums are whole
     if (segments > 1) {
       ptx::cluster_wait();  // the barriers of all blocks are made
       finish.send();
-      if (kFolds) finish.send_squares();
       ptx::mbarrier_wait(&fixed.received, 0);
     }
     if (kFolds) {

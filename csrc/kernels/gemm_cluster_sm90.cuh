@@ -6,6 +6,7 @@
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "kernels/gemm_config.h"
+#include "kernels/gemm_epilogue.cuh"
 #include "kernels/gemm_prefetch.cuh"
 
 /// Where things lie in the cluster kernel's shared memory, and the warp that requests them.
@@ -111,15 +112,21 @@ struct Fixed {
   std::uint64_t full[kMaxStages], empty[kMaxStages];
   std::uint64_t raw[kMaxStages];  // x is in, which is to meet its norm
   std::uint64_t received;         // the sums of the cluster's other blocks
+  std::uint64_t squared;          // squares of x by all of them
   alignas(16) float x_scale[kManyTokens];
   alignas(16) float scale[2 * kGroupRows], bias[2 * kGroupRows];  // of the tile's weight rows
 
-  /// Where x is to meet its norm: squares of its rows, of the columns that a warp weighed.
-  __device__ float* squares_of(int warp) {
-    return x_scale + (1 + warp) * gemm_config::kNormRows;
+  /// Where x is to meet its norm: squares of its rows, of the columns of a block of the cluster.
+  __device__ float* squares_of(int block) { return x_scale + block * gemm_config::kNormRows; }
+
+  /// What a row's norm divides it by, as a factor.
+  __device__ float norm_of(const GemmParams& p, int row, int blocks) {
+    float squares = 0.0f;
+    for (int block = 0; block < blocks; ++block) squares += squares_of(block)[row];
+    return gemm_detail::norm_factor(p, squares);
   }
 };
-static_assert((1 + kNormWarps) * gemm_config::kNormRows <= kManyTokens);
+static_assert(gemm_config::kMaxSegments * gemm_config::kNormRows <= kManyTokens);
 constexpr int kFixedBytes = 2048;
 static_assert(sizeof(Fixed) <= kFixedBytes);
 
@@ -188,17 +195,20 @@ struct Producer {
   struct Step {
     char* weight;
     std::uint64_t *full, *x_full;  // to the products, and of x: one, where x meets no norm
-    char* norm;  // the norm's weight, behind the ring
+    char* norm;  // the norm's weight
     int k0;
   };
 
   __device__ Step step_at(int stage, int i) const {
     return {ring + params.weights_at + stage * params.weight_step, &fixed.full[stage],
             (Layout::kFolds ? fixed.raw : fixed.full) + stage,
-            ring + params.ring_bytes + stage * Layout::kNormBytes,
-            (begin + i) * Layout::kCols};
+            norm_at(stage), (begin + i) * Layout::kCols};
   }
   __device__ char* x_at(int stage) const { return ring + stage * params.x_step; }
+  /// The norm's weight, behind the ring.
+  __device__ char* norm_at(int stage) const {
+    return ring + params.ring_bytes + stage * Layout::kNormBytes;
+  }
   /// Where stages of x and of the weight lie together.
   __device__ char* x_of(const Step& step) const { return step.weight - params.weights_at; }
 

@@ -33,8 +33,6 @@ constexpr int bytes_of_turns(int octets) { return octets / 2 * 8 * kGroupRows * 
 template <class T, int kOctets, bool kFolds>
 struct TurnsEnd {
   static constexpr int kKept = kOctets / 2;  // octets, of a warpgroup; pairs, of a block
-  // All who have a part in the sums, and those who weigh x in the squares.
-  static constexpr int kThreadsOfSums = kConsumerThreads + (kFolds ? kNormWarps * 32 : 0);
 
   const ClusterParams& params;
   Fixed& fixed;
@@ -84,28 +82,6 @@ struct TurnsEnd {
     return (i / kTogether * kConsumerThreads + at) * kTogether + i % kTogether;
   }
 
-  /// Squares of the other block, behind its sums.
-  __device__ float4* squares() const { return received + bytes_of_turns(kOctets) / 16; }
-
-  __device__ void send_squares() const {
-    if (at >= gemm_config::kNormRows / 4) return;
-    float4 total{};
-#pragma unroll
-    for (int w = 0; w < kNormWarps; ++w) {
-      const float4 part = reinterpret_cast<const float4*>(fixed.squares_of(w))[at];
-      total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
-    }
-    ptx::put_in_block(squares() + at, total, &fixed.received, 1 - rank);
-  }
-
-  /// What a row's norm divides it by, as a factor.
-  __device__ float norm_of(int row) const {
-    float sum = 0.0f;
-#pragma unroll
-    for (int w = 0; w < kNormWarps; ++w) sum += fixed.squares_of(w)[row];
-    return norm_factor(params.gemm, sum + reinterpret_cast<const float*>(squares())[row]);
-  }
-
   template <int kAll, class Sum>
   __device__ void run(const Sum (&sums)[kAll][4]) const {
     float kept[kKept][4];
@@ -129,8 +105,7 @@ struct TurnsEnd {
       }
       given[i * kGroupThreads + thread] = {other[0], other[1], other[2], other[3]};
     }
-    ptx::named_barrier_sync(1, kThreadsOfSums);  // both have given theirs
-    if (kFolds) send_squares();
+    ptx::named_barrier_sync(1, kConsumerThreads);  // both have given theirs
     float own[kKept][2], sent[kKept][2];
 #pragma unroll
     for (int i = 0; i < kKept; ++i) {
@@ -160,13 +135,13 @@ struct TurnsEnd {
            column;
     const auto scale = *reinterpret_cast<const float2*>(fixed.scale + column);
     const auto bias = *reinterpret_cast<const float2*>(fixed.bias + column);
+    if (kFolds) ptx::mbarrier_wait(&fixed.squared, 0);
     float x_scales[kKept];
 #pragma unroll
-    for (int i = 0; i < kKept; ++i) x_scales[i] = fixed.x_scale[row_of(i)];
+    for (int i = 0; i < kKept; ++i)
+      x_scales[i] = kFolds ? params.unit * fixed.norm_of(params.gemm, row_of(i), 2)
+                           : fixed.x_scale[row_of(i)];
     ptx::mbarrier_wait(&fixed.received, 0);
-    if (kFolds)
-#pragma unroll
-      for (int i = 0; i < kKept; ++i) x_scales[i] *= norm_of(row_of(i));
     const auto* inbox = reinterpret_cast<const float2*>(received);
     device::Vec<T, 2> values[kKept];
 #pragma unroll
