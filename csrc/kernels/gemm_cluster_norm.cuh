@@ -37,31 +37,35 @@ struct Normalizer {
     ptx::mma_m16n8k16<T>(sums[1], {a.z, b.z, a.w, b.w}, by.z, by.w);
   }
 
-  /// A stage's x, swizzled by rows of 128 bytes, of which there are `columns`.
+  /// A stage's x, swizzled by rows of 128 bytes, of which there are `columns`, read whole before the
+  /// first is written. H200, us, box by box and so, 4096 x 4096: fp8 6.44 and 6.29, int4 5.61, 5.43.
   __device__ void weigh(char* stage, const char* weights, int columns) {
     const int row = lane / 4;
-#pragma unroll
-    for (int box = 0; box < Layout::kXBoxes; ++box) {
+    const auto at = [&](int box, int i, int o) {
       char* rows = stage + box * producer.params.x_box + row * kRowBytes;
-      const auto at = [&](int i, int o) {
-        return reinterpret_cast<uint4*>(rows + (chunk_of(i) ^ row) * 16 + o * 8 * kRowBytes);
-      };
-      uint4 by[kChunks];
+      return reinterpret_cast<uint4*>(rows + (chunk_of(i) ^ row) * 16 + o * 8 * kRowBytes);
+    };
+    uint4 by[Layout::kXBoxes][kChunks];
+#pragma unroll
+    for (int box = 0; box < Layout::kXBoxes; ++box)
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        by[i] = *reinterpret_cast<const uint4*>(weights + box * kRowBytes + chunk_of(i) * 16);
+        by[box][i] = *reinterpret_cast<const uint4*>(weights + box * kRowBytes + chunk_of(i) * 16);
 #pragma unroll
-        for (int o = 0; o < kOctets; ++o) x[box][i][o] = *at(i, o);
+        for (int o = 0; o < kOctets; ++o) x[box][i][o] = *at(box, i, o);
       }
-      if (columns < Layout::kCols)  // what lies behind the last weights
+    if (columns < Layout::kCols)  // what lies behind the last weights
+#pragma unroll
+      for (int box = 0; box < Layout::kXBoxes; ++box)
 #pragma unroll
         for (int i = 0; i < kChunks; ++i)
-          if (box * 64 + chunk_of(i) * 8 >= columns) by[i] = {};
+          if (box * 64 + chunk_of(i) * 8 >= columns) by[box][i] = {};
+#pragma unroll
+    for (int box = 0; box < Layout::kXBoxes; ++box)
 #pragma unroll
       for (int i = 0; i < kChunks; ++i)
 #pragma unroll
-        for (int o = 0; o < kOctets; ++o) *at(i, o) = product(x[box][i][o], by[i]);
-    }
+        for (int o = 0; o < kOctets; ++o) *at(box, i, o) = product(x[box][i][o], by[box][i]);
   }
 
   /// Adds up the squares of what weigh() read.
