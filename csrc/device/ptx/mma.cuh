@@ -41,14 +41,4 @@ __device__ __forceinline__ void mma_m16n8k16(int (&c)[4], const std::uint32_t (&
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-/// The same of eight columns of bfloat16: a = (g, 2t), (g + 8, 2t); b = rows 2t of column g.
-__device__ __forceinline__ void mma_m16n8k8(float (&c)[4], std::uint32_t a0, std::uint32_t a1,
-                                            std::uint32_t b) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "
-      "{%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(b));
-}
-
 }  // namespace ridgeline::ptx
