@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "common/math.h"
+#include "device/activation_short.cuh"
 #include "device/launch.cuh"
 #include "device/matrix_map.cuh"
 #include "device/ptx/cluster_share.cuh"
@@ -273,6 +274,15 @@ struct AnyWay {
     return p.residual != nullptr;
   }
 };
+
+/// Replaces each value by fn of it.
+template <int kPieces, class Fn>
+__device__ __forceinline__ void replace(float (&values)[kPieces][4], Fn&& fn) {
+#pragma unroll
+  for (auto& piece : values)
+#pragma unroll
+    for (float& value : piece) value = fn(value);
+}
 
 /// The residual as the copy engine sees it, if it can.
 inline device::MatrixView residual_of(const GemmParams& p) {

@@ -10,8 +10,9 @@ constexpr int kAtOnce = kOutRows;
 using Values = float[kAtOnce / 8][4];
 
 /// The `index`-th so many rows of the sums of a band, scaled, plus bias. Which is not known ahead:
-/// the way of some is code, not that of all. `first` is the tile's first row of x.
-template <class Tile>
+/// the way of some is code, not that of all. `first` is the tile's first row of x. kHalves: half of
+/// that, by one instruction.
+template <class Tile, bool kHalves = false>
 __device__ __forceinline__ void take(Values& values, const GemmParams& p, const Sums<Tile>& sums,
                                      const RowFactors<Tile>& factors, int band, int index,
                                      std::int64_t first, const Consumer& me) {
@@ -46,7 +47,9 @@ __device__ __forceinline__ void take(Values& values, const GemmParams& p, const 
   for (int i = 0; i < kPieces; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      values[i][j] = __fadd_rn(__fmul_rn(values[i][j], scale[j / 2]), bias[j / 2]);
+      values[i][j] =
+          kHalves ? __fmaf_rn(values[i][j], 0.5f * scale[j / 2], 0.5f * bias[j / 2])
+                  : __fadd_rn(__fmul_rn(values[i][j], scale[j / 2]), bias[j / 2]);
 }
 
 /// Where gates and up rows are in different warpgroups, which have sums of the same places: of two
@@ -85,10 +88,14 @@ __device__ __forceinline__ void trade(Values (&gates)[kCount], Values (&ups)[kCo
   }
 }
 
-/// gates = act(gates) * ups.
-template <class T>
+/// gates = act(gates) * ups. kShort: by silu_short().
+template <class T, bool kShort = false>
 __device__ __forceinline__ void gate(Activation activation, Values& gates, const Values& ups) {
-  gemm_detail::activate<T>(activation, gates);
+  if constexpr (kShort) {
+    replace(gates, device::silu_short);
+  } else {
+    gemm_detail::activate<T>(activation, gates);
+  }
 #pragma unroll
   for (int i = 0; i < kAtOnce / 8; ++i)
 #pragma unroll
@@ -214,6 +221,9 @@ __device__ __forceinline__ void store_known(const Launch& launch, Shared<Tile>& 
   const GemmParams& p = launch.gemm;
   constexpr Activation kActivation = Way::activation({});
   constexpr bool kTrades = is_gated(kActivation) && Tile::kBands == 1;
+  constexpr bool kShort = std::is_same_v<T, __nv_bfloat16>;
+  constexpr bool kHalves = kShort && kActivation == Activation::kGelu;
+  constexpr bool kShortGates = kShort && kActivation == Activation::kSiluMul;
   constexpr All all(kActivation);
   const std::int64_t first = std::int64_t{place.m} * Tile::kRows;
   Packed packed[all.count];
@@ -231,7 +241,7 @@ __device__ __forceinline__ void store_known(const Launch& launch, Shared<Tile>& 
       trade<Tile>(gates, ups, shared, me);
 #pragma unroll
       for (int j = 0; j < kPair; ++j) {
-        gate<T>(kActivation, gates[j], ups[j]);
+        gate<T, kShortGates>(kActivation, gates[j], ups[j]);
         pack<T>(packed[i + j], gates[j]);
       }
     }
@@ -243,11 +253,13 @@ __device__ __forceinline__ void store_known(const Launch& launch, Shared<Tile>& 
 #pragma unroll
     for (int i = 0; i < all.count; ++i) {
       Values values;
-      take<Tile>(values, p, sums, factors, all.band(i), i % All::kPerBand, first, me);
-      if constexpr (is_gated(kActivation)) {
+      take<Tile, kHalves>(values, p, sums, factors, all.band(i), i % All::kPerBand, first, me);
+      if constexpr (kHalves) {
+        replace(values, device::gelu_of_half);
+      } else if constexpr (is_gated(kActivation)) {
         Values ups;
         take<Tile>(ups, p, sums, factors, Tile::kBands - 1, i, first, me);
-        gate<T>(kActivation, values, ups);
+        gate<T, kShortGates>(kActivation, values, ups);
       } else {
         gemm_detail::activate<T>(kActivation, values);
       }

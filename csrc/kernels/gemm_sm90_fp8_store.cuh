@@ -1,5 +1,4 @@
 #pragma once
-#include "device/gelu_short.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "kernels/gemm_sm90_fp8.cuh"
 
@@ -196,10 +195,7 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
     Values values;
     take<Tile, Way::kTerms, kTakesHalf<Tile, Way>>(values, shared, sums, index, row_scale, me);
     if constexpr (kTakesHalf<Tile, Way>) {
-#pragma unroll
-      for (auto& piece : values)
-#pragma unroll
-        for (float& value : piece) value = device::gelu_of_half(value);
+      replace(values, device::gelu_of_half);
     } else {
       gemm_detail::activate<T>(activation, values);
     }

@@ -33,6 +33,9 @@ struct Tile {
   using T = T_;
   static constexpr Activation kActivation = kActivation_;
   static constexpr bool kGated = is_gated(kActivation);
+  /// Sums and biases are halved on the way to each other, for gelu_of_half().
+  static constexpr bool kHalves =
+      kActivation == Activation::kGelu && std::is_same_v<T, __nv_bfloat16>;
   static constexpr int kOutCols = kGated ? kSide / 2 : kSide;
 };
 
@@ -148,8 +151,21 @@ __device__ __forceinline__ void load_bias(const GemmParams& p, int n,
     const int at = column + me.in_quad * 2 + (Tile::kGated && i % 2 ? p.N / 2 : 0);
     const bool has = p.bias && column < p.out_cols();
     const T* of = static_cast<const T*>(p.bias) + at;
-    bias[i] = has ? float2{device::to_float(of[0]), device::to_float(of[1])} : float2{-0.0f, -0.0f};
+    constexpr float kPart = Tile::kHalves ? 0.5f : 1.0f;
+    bias[i] = has ? float2{kPart * device::to_float(of[0]), kPart * device::to_float(of[1])}
+                  : float2{-0.0f, -0.0f};
   }
+}
+
+template <class Tile>
+__device__ __forceinline__ float with_bias(float sum, float bias) {
+  return Tile::kHalves ? __fmaf_rn(0.5f, sum, bias) : __fadd_rn(sum, bias);
+}
+
+template <class Tile>
+__device__ __forceinline__ float activate(float value) {
+  if constexpr (Tile::kHalves) return device::gelu_of_half(value);
+  return gemm_detail::activate<typename Tile::T>(Tile::kActivation, value);
 }
 
 /// Each warp's 16 rows through its own boxes, 64 columns of y at a time.
@@ -173,15 +189,15 @@ __device__ __forceinline__ void store_tile(const Launch& launch, Shared<typename
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const auto sum = [&](int eight, int r) {
-          return float2{__fadd_rn(sums[half][eight][2 * r], bias[eight].x),
-                        __fadd_rn(sums[half][eight][2 * r + 1], bias[eight].y)};
+          return float2{with_bias<Tile>(sums[half][eight][2 * r], bias[eight].x),
+                        with_bias<Tile>(sums[half][eight][2 * r + 1], bias[eight].y)};
         };
         const int piece = part * kPieces + i + j;
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           float2 value = sum(Tile::kGated ? 2 * piece : piece, r);
-          value.x = gemm_detail::activate<T>(Tile::kActivation, value.x);
-          value.y = gemm_detail::activate<T>(Tile::kActivation, value.y);
+          value.x = activate<Tile>(value.x);
+          value.y = activate<Tile>(value.y);
           if constexpr (Tile::kGated) {
             const float2 up = sum(2 * piece + 1, r);
             value = {__fmul_rn(value.x, up.x), __fmul_rn(value.y, up.y)};
