@@ -231,16 +231,26 @@ def test_a_row_has_the_same_bits_in_every_kernel(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("added", ["bias", "residual", "both"])
 @pytest.mark.parametrize("N", [16392, 6136])  # tiles of 168 fill their waves, or do not
-def test_the_library_multiplies_many_rows_whichever_tile_is_taken(N: int) -> None:
+def test_the_library_multiplies_many_rows_whichever_tile_is_taken(N: int, added: str) -> None:
     generator = torch.Generator("cuda").manual_seed(9)
     M, K = 2001, 1544  # more than its short K; odd tails of rows, columns and K
     x, weight = (
         torch.randn(n, K, generator=generator, device="cuda", dtype=torch.bfloat16) for n in (M, N)
     )
     bias = torch.randn(N, generator=generator, device="cuda", dtype=torch.bfloat16)
-    exact = torch.addmm(bias.float(), x.float(), weight.float().T)
-    error = (ops.linear(x, weight, bias).float() - exact).abs()
+    residual = torch.randn(M, N, generator=generator, device="cuda", dtype=torch.bfloat16)
+    exact = x.float() @ weight.float().T
+    if added != "residual":
+        exact += bias.float()
+    if added != "bias":
+        exact += residual.float()
+    out = ops.linear(
+        x, weight, None if added == "residual" else bias,
+        residual=None if added == "bias" else residual,
+    )  # fmt: skip
+    error = (out.float() - exact).abs()
     assert (error <= 2**-8 * exact.abs() + 1e-3 * K**0.5).all()
 
 
