@@ -65,21 +65,34 @@ __device__ __forceinline__ void count_unit(const Unit& unit) {
   atomicAdd(unit.ready, 1u);
 }
 
-/// The first tiles' units, which the warps that multiply bring as fast as they can.
+/// The unit that lane `lane` has found, but for its count.
+__device__ __forceinline__ Unit unit_of_lane(const Unit& mine, int lane) {
+  const auto of = [&](auto* pointer) {
+    return reinterpret_cast<decltype(pointer)>(
+        device::from_lane(reinterpret_cast<std::uintptr_t>(pointer), lane));
+  };
+  return {of(mine.from), of(mine.to), device::from_lane(mine.vectors, lane), nullptr};
+}
+
+/// The first tiles' units, which the warps that multiply bring as fast as they can: a lane finds
+/// each, all copy them. Where all lanes found each, and of e4m3 twice as many, 8192 tokens of top 8
+/// in 128 experts of 2048 x 1536 took 482 us for 462, int4 793 for 779 (H200, lab, by turns).
 template <class Tile>
 __device__ __forceinline__ void gather_first(const Launch& launch, Shared<Tile>& shared) {
-  constexpr int kTogether = 4, kTimes = 2, kOfLane = kUnitVectors / device::kWarpSize;
+  constexpr int kTogether = 4, kOfLane = kUnitVectors / device::kWarpSize;
+  constexpr int kTimes = sizeof(typename Tile::X);
   const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
   unsigned claimed = lane == 0 ? atomicAdd(launch.gather.claims, kTogether * kTimes) : 0;
   claimed = device::from_lane(claimed, 0);
   UnitWalk<Tile> walk{launch, shared};
+  const Unit mine = walk.find(static_cast<int>(claimed) + min(lane, kTogether * kTimes - 1));
 #pragma unroll 1
-  for (int time = 0; time < kTimes; ++time) {
+  for (int first = 0; first < kTogether * kTimes; first += kTogether) {
     Unit units[kTogether];
     uint4 vectors[kTogether][kOfLane];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
-      units[i] = walk.find(static_cast<int>(claimed) + time * kTogether + i);
+      units[i] = unit_of_lane(mine, first + i);
 #pragma unroll
       for (int j = 0; j < kOfLane; ++j)
         if (const int v = lane + j * device::kWarpSize; v < units[i].vectors)
@@ -93,10 +106,7 @@ __device__ __forceinline__ void gather_first(const Launch& launch, Shared<Tile>&
           units[i].to[v] = vectors[i][j];
     ptx::fence_copies();  // the copy engine reads what this lane has written
     __syncwarp();         // every lane has
-    if (lane == 0)
-#pragma unroll
-      for (const Unit& unit : units)
-        if (unit.ready) count_unit(unit);
+    if (first <= lane && lane < first + kTogether && mine.ready) count_unit(mine);
   }
 }
 
