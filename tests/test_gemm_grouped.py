@@ -156,6 +156,15 @@ def test_tiles_of_a_block_follow_each_other(K: int, share: int, kind: str, gated
     check(kind, [count // share for count in counts], 2112, K, gated, "cuda")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("N", [6400, 8320])  # rows in order by a warp of each block, or ahead
+def test_tall_tiles_of_many_rows(N: int, gated: bool) -> None:
+    """500 rows an expert in the mean: where rows are put in order ahead, tiles have up to 272."""
+    counts = [513, 0, 272, 273, 528, 544, 545, 816, 817, 257, 935]
+    check("fp8_fp8", counts, N, 384, gated, "cuda")
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("counts", [[1, 0, 1, 1, 0, 1], [1, 0, 2, 1, 0, 0]])
 @pytest.mark.parametrize("K", [2048, 1152])

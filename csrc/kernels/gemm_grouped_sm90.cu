@@ -95,7 +95,7 @@ std::int64_t shape_ring(Launch& launch) {
   if (!Tile::kInOrder && p.M < Tile::kRows)
     launch.row_tile = round_up(static_cast<int>(p.M), Tile::kSome ? 16 : 8);
   if (Tile::kInOrder && !Tile::kSegments)
-    launch.row_tile = row_tile_for(launch.grouped, launch.columns);
+    launch.row_tile = row_tile_for(launch.grouped, launch.columns, Tile::kRows);
   // Of g experts with rows, each has a tile for its first row; the others fill tiles of row_tile.
   const std::int64_t groups = std::min<std::int64_t>(p.M, launch.grouped.experts);
   const std::int64_t most = std::max<std::int64_t>(
@@ -162,6 +162,10 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
         {x, static_cast<int>(sizeof(typename Tile::X)), x_rows, p.K, x_stride}, box_rows,
         Tile::kBoxDepth, true);
   }
+  if (Tile::kInOrder && launch.row_tile > kManyRows)
+    launch.x_behind = device::matrix_map(
+        {x, static_cast<int>(sizeof(typename Tile::X)), x_rows, p.K, x_stride},
+        launch.row_tile - kManyRows, Tile::kBoxDepth, true);
   device::launch_chained<grouped_sm90_kernel<Tile>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads),
       sizeof(Shared<Tile>) + launch.gather.slots_at + launch.gather.slots * kUnitBytes, stream,
@@ -216,6 +220,9 @@ void launch_x(const GroupedGemmParams& params, Stream stream) {
   if constexpr (kFormat != WeightFormat::kInt4)
     if (has_few_rows(params))
       return launch_tiles<Tile<T, X, kFormat, expands<X>(kFormat) ? 2 : 1, 32>>(params, stream);
+  if constexpr (sizeof(X) == 1)
+    if (has_tall_tiles(params))
+      return launch_tiles<Tile<T, X, kFormat, 2, kTallRows>>(params, stream);
   launch_tiles<Tile<T, X, kFormat, 2, kManyRows>>(params, stream);
 }
 

@@ -21,6 +21,8 @@ constexpr int kVector = 16;                      // bytes of one copy of x
 constexpr int kVectors = kRowBytes / kVector;    // of a row of x in a stage
 constexpr int kBoxesWithSums = 5;  // of 64 columns: 256 of x, and the sums of both halves
 constexpr int kPieceRows = 64;  // rows of x that tiles of many multiply whole
+constexpr int kManyRows = 256;  // of x, of a tile of many
+constexpr int kTallRows = 272;  // of taller ones, of e4m3 by e4m3
 constexpr int kBoxLines = 32;   // of kOutColumns of their y, which go to it at a time
 
 /// Whether wgmma meets the weight as 16-bit floats that it is not.
@@ -146,6 +148,7 @@ struct Gather {
 struct Launch {
   GroupedGemmParams grouped;
   CUtensorMap weight, scales, zeros, x;
+  CUtensorMap x_behind;  // rows of a tile behind kManyRows
   bool in_order;  // row s of y is made of row s of x
   bool gathered;  // by a kernel ahead that has waited for those ahead of it
   bool joined;    // one request brings all boxes of a stage's x

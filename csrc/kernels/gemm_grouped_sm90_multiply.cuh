@@ -184,8 +184,8 @@ __device__ __forceinline__ void multiply_part(float (&sums)[kPieces][kEights][4]
     for (int i = 0; i < kSteps; ++i) {
       const std::uint64_t a = weight[j] + i * kStepBytes / 16;
       const std::uint64_t b = x[j] + (kFirst * kRowBytes + i * kStepBytes) / 16;
-      if constexpr (kPart == 128) {
-        ptx::WgmmaFp8<128>::mma(products, a, b, j != 0 || i != 0);
+      if constexpr (kPart >= 128) {
+        ptx::WgmmaFp8<kPart>::mma(products, a, b, j != 0 || i != 0);
       } else {
         ptx::WgmmaFew<kPart, std::uint8_t>::shared(products, a, b, j != 0 || i != 0);
       }
@@ -197,11 +197,11 @@ __device__ __forceinline__ void multiply_part(float (&sums)[kPieces][kEights][4]
   for (int i = 0; i < kPart / 8; ++i)
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      sums[(kFirst / 8 + i) / kEights][i % kEights][j] += products[i][j];
+      sums[(kFirst / 8 + i) / kEights][(kFirst / 8 + i) % kEights][j] += products[i][j];
 }
 
 /// The same of e4m3 by e4m3: the tensor cores keep 14 bits of a sum, so its parts of kCount stages
-/// are added in float32, up to 128 rows of x at a time.
+/// are added in float32, up to 136 rows of x at a time.
 template <class Tile, int kN, int kCount>
 __device__ __forceinline__ void multiply_codes(const Launch& launch, Shared<Tile>& shared,
                                                Ring& ring, Sums<Tile>& sums, const Consumer& me) {
@@ -217,8 +217,9 @@ __device__ __forceinline__ void multiply_codes(const Launch& launch, Shared<Tile
     ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
   }
   if (!launch.in_order) ptx::fence_async_shared();  // x came by ordinary copies
-  multiply_part<0, std::min(kN, 128)>(sums, weight, x);
-  if constexpr (kN > 128) multiply_part<128, kN - 128>(sums, weight, x);
+  constexpr int kPart = kN > kManyRows ? kN / 2 : std::min(kN, 128);
+  multiply_part<0, kPart>(sums, weight, x);
+  if constexpr (kN > kPart) multiply_part<kPart, kN - kPart>(sums, weight, x);
   if (me.thread == 0)
 #pragma unroll
     for (int stage : stages) ptx::mbarrier_arrive(&shared.free[stage]);
@@ -239,6 +240,18 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
   } else {
     multiply_stages<Tile, kN>(launch, shared, ring, sums, me, launch.steps);
   }
+}
+
+/// Products of an item's rows, and of those behind them to a whole piece or to all of the tile.
+template <class Tile, int kN = kPieceRows>
+__device__ __forceinline__ void multiply_whole(const Launch& launch, Shared<Tile>& shared,
+                                               Ring& ring, Sums<Tile>& sums, int rows,
+                                               const Consumer& me) {
+  if constexpr (kN < Tile::kRows) {
+    constexpr int kNext = std::min(kN + kPieceRows, Tile::kRows);
+    if (rows > kN) return multiply_whole<Tile, kNext>(launch, shared, ring, sums, rows, me);
+  }
+  multiply_tile<Tile, kN>(launch, shared, ring, sums, me);
 }
 
 template <class Tile>
@@ -290,13 +303,7 @@ __device__ __forceinline__ void multiply_rows(const Launch& launch, Shared<Tile>
     multiply_tile<Tile, Tile::kRows>(launch, shared, ring, sums, me);
   } else {
     clear<Tile>(sums);
-    switch (ceil_div(rows, kPieceRows)) {
-      case 1: multiply_tile<Tile, 64>(launch, shared, ring, sums, me); break;
-      case 2: multiply_tile<Tile, 128>(launch, shared, ring, sums, me); break;
-      case 3: multiply_tile<Tile, 192>(launch, shared, ring, sums, me); break;
-      default:
-        if constexpr (Tile::kRows > 192) multiply_tile<Tile, 256>(launch, shared, ring, sums, me);
-    }
+    multiply_whole<Tile>(launch, shared, ring, sums, rows, me);
   }
 }
 

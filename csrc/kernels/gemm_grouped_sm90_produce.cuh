@@ -20,10 +20,13 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
   std::uint64_t* full = &shared.full[stage];
   const Stage<Tile> to(launch, shared, stage);
   const int box_rows = box_rows_of<Tile>(launch.row_tile);
+  const bool taller = kX && Tile::kRows > kManyRows && item.rows > kManyRows;
   const int boxes = !kX || !launch.in_order ? 0
+                    : taller                ? kManyRows / box_rows
                     : Tile::kInOrder        ? ceil_div(item.rows, box_rows)
                                             : 1;
-  int bytes = boxes * Tile::kBoxesOfX * box_rows * kRowBytes;
+  int bytes = taller ? launch.row_tile * kRowBytes
+                     : boxes * Tile::kBoxesOfX * box_rows * kRowBytes;
   if (kWeight) bytes += Tile::kWeightBytes;
   if (kWeight && Tile::kInt4) bytes += launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2);
   ptx::mbarrier_expect(full, bytes);
@@ -51,6 +54,9 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
       for (int box = 0; box < Tile::kBoxes; ++box)
         ptx::copy_matrix(to.x(box) + i * box_rows * kRowBytes, &launch.x, full,
                          k * Tile::kDepth + box * Tile::kBoxDepth, item.row0 + i * box_rows);
+    if (taller)
+      ptx::copy_matrix(to.x() + kManyRows * kRowBytes, &launch.x_behind, full, k * Tile::kDepth,
+                       item.row0 + kManyRows);
   }
 }
 

@@ -231,7 +231,7 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
   using T = typename Tile::T;
   using Boxes = Boxes<Tile, kGated>;
   constexpr int kCount = Boxes::kCount, kEights = Tile::kPiece / 8;
-  static_assert(Tile::kPiece == 2 * kBoxLines && Tile::kRows % Boxes::kRows == 0);
+  static_assert(Tile::kPiece == 2 * kBoxLines);
   const GemmParams& p = launch.grouped.gemm;
   const bool adds = !kGated && Tile::kFormat == WeightFormat::kDense && p.residual != nullptr;
   Boxes boxes(p, shared, item, me, turn);
@@ -243,7 +243,7 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
         *reinterpret_cast<uint4*>(boxes.y) = held[i];
   };
 #pragma unroll
-  for (int b = 0; b < Tile::kRows / Boxes::kRows; ++b) {
+  for (int b = 0; b < ceil_div(Tile::kRows, Boxes::kRows); ++b) {
     const int first = b * Boxes::kRows;
     if (b > 0 && first >= item.rows) continue;
     const auto values = [&](int r, int i) {  // of eight rows of x

@@ -125,17 +125,20 @@ __device__ __forceinline__ Item item_of(const Launch& launch, const Plan& at, in
   }
   int first = place.m * each;
   if constexpr (Tile::kInOrder) {
-    // Pieces are multiplied whole. Which tiles have one more changes from column to column: a
-    // block that takes every 132nd tile would have them all, or none.
-    const int pieces = ceil_div(rows, kPieceRows), rest = pieces % tiles;
+    // Pieces are multiplied whole; tiles of more than whole ones are dealt eights of rows. Which
+    // tiles have one more changes from column to column: a block that takes every 132nd tile would
+    // have them all, or none.
+    const bool taller = Tile::kRows > kManyRows && rows > tiles * kManyRows;
+    const int dealt = taller ? 8 : kPieceRows;
+    const int pieces = ceil_div(rows, dealt), rest = pieces % tiles;
     const int turn = place.n % tiles;
     const auto more = [&](int t) {  // that tiles ahead of `t` have
       return t < tiles ? min(t, rest) : rest + min(t - tiles, rest);
     };
     const int before = more(turn + place.m) - more(turn);
     each = pieces / tiles;
-    first = (place.m * each + before) * kPieceRows;
-    each = (each + more(turn + place.m + 1) - more(turn) - before) * kPieceRows;
+    first = (place.m * each + before) * dealt;
+    each = (each + more(turn + place.m + 1) - more(turn) - before) * dealt;
   }
   return {.expert = at.expert,
           .row0 = at.first + first,
