@@ -4,6 +4,7 @@
 
 #include "common/math.h"
 #include "kernels/gemm_few_config.h"
+#include "kernels/gemm_rows_config.h"
 #include "kernels/gemm_shape.h"
 #include "kernels/gemm_tiles_config.h"
 

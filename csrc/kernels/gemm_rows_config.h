@@ -1,0 +1,154 @@
+#pragma once
+#include <cstdint>
+
+#include "common/math.h"
+#include "kernels/gemm_shape.h"
+#include "kernels/gemm_tiles_config.h"
+
+/// More rows than few by the cluster kernel: all of a product, or its last columns.
+namespace ridgeline::gemm_config {
+
+/// Tiles of the cluster kernel by more rows than few, 64 at a time, by blocks that have an SM each,
+/// or two of them one. A weight goes to the tensor cores twice as often as with rows of 128, but
+/// such a kernel starts and ends sooner. Of int4 in units of kExpandTiles, of which kernels take 6%
+/// and 0.8 us more; those of an e4m3 x in units of kExpandToFp8Tiles: it is taken as it is. Of 8
+/// bits by 8 in units of kFp8Tiles. Weights that are expanded, 128 rows at a time, too, of which up
+/// to 104 leave room for two stages more; fp8 by 16 bits in units of kExpandTiles, of which kernels
+/// take 22% more. int4 by 192 weight rows of three warpgroups.
+struct ClusterTile {
+  std::int32_t cols, blocks;  // of a tile, of an SM
+  double step, ends, add;
+  std::int32_t rows = kFewRows, most = 1 << 20;  // of x, in a tile and in all
+};
+constexpr ClusterTile kClusterTiles[] = {
+    {128, 1, 0.378, 2.1, 1.6},
+    {112, 1, 0.378, 2.1, 1.6},
+    {64, 1, 0.218, 2.1, 0.3},
+    {64, 1, 0.31, 2.2, 1.5, kTallRows, 104},
+    {64, 1, 0.31, 2.7, 7.0, kTallRows},
+    {128, 1, 0.632, 3.0, 2.4, kTallRows},
+    {kBroadCols, 1, 0.54, 2.4, 2.1},
+    {kBroadCols, 1, 0.96, 3.3, 2.6, kTallRows}};
+constexpr ClusterTile kClusterCodesTiles[] = {{128, 1, 0.414, 3.2, 1.3},
+                                              {112, 1, 0.414, 3.2, 1.3},
+                                              {64, 1, 0.222, 2.85, 0.1},
+                                              {64, 2, 0.386, 3.2, 0.1},
+                                              {64, 1, 0.277, 3.4, 1.5, kTallRows, 104},
+                                              {64, 1, 0.287, 4.5, 1.1, kTallRows, 128},
+                                              {128, 1, 0.53, 4.9, 1.1, kTallRows, 128},
+                                              {kBroadCols, 1, 0.54, 3.6, 2.0},
+                                              {kBroadCols, 1, 0.79, 3.4, 3.5, kTallRows}};
+constexpr ClusterTile kClusterFp8Tiles[] = {{128, 1, 0.27, 2.3, 2.5}, {64, 1, 0.15, 3.1, 0.1}};
+constexpr ClusterTile kClusterInt8Tiles[] = {{64, 1, 0.23, 2.6, 0.1}};
+constexpr ClusterTile kClusterExpandedFp8Tiles[] = {{64, 1, 0.28, 1.2, 1.3, kFewRows, 256},
+                                                    {64, 2, 0.48, 1.2, 1.3, kFewRows, 256},
+                                                    {64, 1, 0.32, 2.2, 1.6, kTallRows, 104},
+                                                    {64, 1, 0.41, 2.6, 2.0, kTallRows, 128},
+                                                    {128, 1, 0.68, 2.5, 1.8, kTallRows, 128},
+                                                    {112, 1, 0.68, 2.5, 1.8, kTallRows, 128}};
+
+/// Whether such rows may be the cluster kernel's: whole groups, and no gates of 8 bits, which gain
+/// nothing by it.
+constexpr bool may_be_for_cluster(const Shape& shape) {
+  const bool gated = is_gated(shape.activation);
+  if (shape.format == WeightFormat::kInt8) return !gated;
+  if (shape.format == WeightFormat::kFp8)
+    return !gated && (shape.codes_x || shape.bfloat_x) && shape.scales_products;
+  const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
+  return shape.format == WeightFormat::kInt4 && shape.dtype == DType::kBFloat16 && whole &&
+         shape.N % kStripRows == 0 && !(shape.byte_x && (gated || !shape.codes_x));
+}
+
+/// That kernel where it takes less than `time`. H200, lab, us, expanded tiles and so: 4096 x 4096
+/// by 96 to 128 rows 15.5, 10.4, by 192 19.1, 16.1, by 256 21.1, 16.5; 4096 x 6144 by 128 21.0,
+/// 16.1; 14336 x 4096 by 128 31.0, 26.8; 5120 x 5120 by 192 29.4, 19.5; 2048 x 2048 by 128 11.6,
+/// 5.1; by larger tiles 4096 x 6144 by 128, 256 and 512 16.4, 24.1, 39.7 and 14.1, 21.7, 35.7. With
+/// zero points or gated it gains as much, or loses up to 4% where it gains as little. x of e4m3:
+/// 4096 x 4096 by 128 rows 14.8, 9.7, by 256 19.0, 15.6; 8192 x 8192 by 128 28.9, 27.8. fp8 by fp8,
+/// tiles of 128 rows and so, chained: 4096 x 4096 by 72 to 128 rows 12.3, 8.7, by 192 12.6, 11.6;
+/// 14336 x 4096 by 128 24.1, 21.6, 8192 x 8192 25.5, 24.0; 2048 x 2048 7.4, 4.6; int8 4096 x 4096
+/// by 128 11.7, 9.9, 2048 x 2048 7.0, 4.4, but 14336 x 4096 23.1, 28.2. fp8 by bf16, expanded tiles
+/// and so: 4096 x 4096 by 96 16.2, 11.2, by 128 16.3, 12.4, by 256 22.0, 20.8; 14336 x 4096 by 96
+/// 32.5, 26.8; 8192 x 8192 by 128 36.0, 31.2; 2048 x 2048 11.5, 5.9. Returns the lesser time.
+constexpr double cut_rows_for_cluster(const Shape& shape, double time, Config& config) {
+  constexpr std::int32_t kColumns = 640, kMostSegments = 4;
+  if (!may_be_for_cluster(shape)) return time;
+  const bool gated = is_gated(shape.activation), int4 = shape.format == WeightFormat::kInt4;
+  const auto consider = [&](const ClusterTile& tile) {
+    const std::int32_t box = gated ? tile.cols / 2 : tile.cols;
+    if ((int4 && box % kStripRows != 0) || shape.M > tile.most) return;
+    const auto& at_once = tile.blocks == 1 ? kClusters : kSmallClusters;
+    const std::int64_t tiles =
+        ceil_div<std::int64_t>(shape.M, tile.rows) * ceil_div(gated ? shape.N / 2 : shape.N, box);
+    for (std::int32_t segments = 1; segments <= kMostSegments; ++segments) {
+      if (tiles > at_once[segments - 1] || (segments > 1 && segments * kColumns > shape.K)) break;
+      const std::int32_t steps = ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);
+      const double takes = tile.step * steps + tile.ends + (segments > 1 ? tile.add : 0.0);
+      if (takes >= time) continue;
+      time = takes;
+      config = {.path = Path::kCluster,
+                .segments = segments,
+                .split = false,
+                .tile_rows = tile.rows,
+                .tile_cols = tile.cols,
+                .fused = true};
+    }
+  };
+  if (shape.format == WeightFormat::kInt8) {
+    for (const ClusterTile& tile : kClusterInt8Tiles) consider(tile);
+  } else if (!int4 && !shape.byte_x) {
+    for (const ClusterTile& tile : kClusterExpandedFp8Tiles) consider(tile);
+  } else if (!int4) {
+    for (const ClusterTile& tile : kClusterFp8Tiles) consider(tile);
+  } else if (shape.byte_x) {
+    for (const ClusterTile& tile : kClusterCodesTiles) consider(tile);
+  } else {
+    for (const ClusterTile& tile : kClusterTiles) consider(tile);
+  }
+  return time;
+}
+
+/// Whole waves of tiles of 256 x 128, and behind them the cluster kernel for the columns that
+/// remain, where that takes less than `time`: 6% more than the units of either, and a start and an
+/// end. H200, lab, us, even shares and so, weights ready: int4 3584 x 18944 by 256 and 512 rows
+/// 54.3, 98.8 and 51.8, 95.2.
+constexpr void cut_rest(const Shape& shape, double time, Config& config) {
+  constexpr double kLonger = 1.06, kMore = 3.8, kMoreOfFp8 = 3.2, kLong = 1e9;
+  const bool to_fp8 = config.path == Path::kExpandToFp8;
+  if (config.path != Path::kExpand && !to_fp8) return;
+  if (is_gated(shape.activation) || shape.format != WeightFormat::kInt4 ||
+      !may_be_for_cluster(shape))
+    return;
+  const TileTime& tile = to_fp8 ? kExpandToFp8Tiles[0] : kExpandTiles[0];
+  const auto along_m = static_cast<std::int32_t>(ceil_div<std::int64_t>(shape.M, tile.rows));
+  const auto waves =
+      static_cast<std::int32_t>(tiles_of(shape, tile.rows, tile.cols) / kBlocksWanted);
+  Shape rest = shape;
+  rest.N -= waves * kBlocksWanted / along_m * tile.cols;
+  if (waves == 0 || rest.N <= 0) return;
+  Config by_cluster{};
+  const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
+  const double of_rest = cut_rows_for_cluster(rest, kLong, by_cluster);
+  const double more = to_fp8 ? kMoreOfFp8 : kMore;
+  if (kLonger * (waves * (tile.step * steps + tile.ends) + of_rest) + more >= time) return;
+  config = {.path = config.path,
+            .segments = 1,
+            .split = false,
+            .tile_rows = tile.rows,
+            .tile_cols = tile.cols,
+            .fused = true,
+            .rest = {rest.N, by_cluster.tile_rows, by_cluster.tile_cols, by_cluster.segments}};
+}
+
+/// How the cluster kernel multiplies it.
+constexpr Config config_of_rest(const Rest& rest) {
+  return {.path = Path::kCluster,
+          .segments = rest.segments,
+          .split = false,
+          .tile_rows = rest.tile_rows,
+          .tile_cols = rest.tile_cols,
+          .fused = true,
+          .rest = rest};
+}
+
+}  // namespace ridgeline::gemm_config
