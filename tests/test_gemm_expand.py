@@ -16,6 +16,8 @@ from ridgeline import ops
 SHARED = [
     (768, 1024, 14336, "segments"),  # four of them, tiles of 192 rows
     (384, 6144, 4096, "tail"),
+    (470, 5120, 14336, "tail"),  # two of a block
+    (250, 5120, 13824, "tail"),  # tiles of 128 rows
     (700, 8704, 3584, "even"),
     (1000, 10240, 3584, "even"),  # behind a whole wave
     (250, 18944, 3584, "rest"),  # the last columns are the cluster kernel's
@@ -72,7 +74,7 @@ def test_blocks_that_wait_for_each_other_run_at_once(sms: int) -> None:
                 if who(chosen) not in ("segments", "tail"):
                     continue
                 tiles = -(-M // int(chosen["tile_rows"])) * -(-N // int(chosen["tile_cols"]))
-                helpers = -(-tiles // 3) if who(chosen) == "tail" else 0
+                helpers = -(-tiles // int(chosen["tails"])) if who(chosen) == "tail" else 0
                 assert tiles * int(chosen["segments"]) + helpers <= sms
                 shared += 1
     assert shared > 0

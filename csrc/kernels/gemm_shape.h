@@ -125,6 +125,7 @@ struct Config {
   bool fused;              // the epilogue is in the product's kernel
   bool splits_x = false;   // kCluster: x becomes two terms of e4m3 first
   std::int32_t tail = 0;   // kExpand: last stages of each tile that blocks besides multiply ahead
+  std::int32_t tails = 0;  // ... each of so many tiles
   bool even = false;       // kExpand: blocks multiply as many stages each, parts of tiles too
   Rest rest = {};          // kExpand: what the cluster kernel multiplies; kCluster: what it does
 };

@@ -226,7 +226,7 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
                                   "linear: tiles");
   launch.tail = config.tail;
   launch.even = config.even;
-  launch.helpers = config.tail > 0 ? static_cast<int>(gemm_config::tail_blocks(count)) : 0;
+  launch.helpers = config.tail > 0 ? ceil_div(count, config.tails) : 0;
   launch.parts = {.sums = reinterpret_cast<float4*>(static_cast<char*>(parts) +
                                                     gemm_config::kSignBytes),
                   .signs = static_cast<unsigned long long*>(parts),

@@ -25,18 +25,22 @@ constexpr Stages stages_of(std::int32_t steps, std::int32_t segments, std::int32
 
 /// A tile of Hopper's kernels for many rows and what it takes, in microseconds on an H200: `step`
 /// for each stage of K (128 columns of an x of 8 bits, else 64), `ends` to start and end, `add` to
-/// add up the sums of several blocks; 0: a tile is multiplied by one.
+/// add up the sums of several blocks; 0: a tile is multiplied by one; `leaves` to leave a tail's.
 struct TileTime {
   std::int32_t rows, cols;
-  double step, ends, add;
+  double step, ends, add, leaves = 0.0;
 };
 constexpr TileTime kFp8Tiles[] = {
     {128, 256, 0.66, 4.0, 0.0}, {128, kGateCols, 0.61, 4.0, 0.0}, {128, 128, 0.34, 3.0, 6.0}};
-constexpr TileTime kExpandToFp8Tiles[] = {{256, 128, 0.75, 4.5, 9.5}, {128, 128, 0.54, 3.3, 6.0}};
-constexpr TileTime kExpandTiles[] = {{256, 128, 0.62, 3.8, 6.0},
-                                     {192, 128, 0.47, 3.6, 5.0},
+constexpr TileTime kExpandToFp8Tiles[] = {{256, 128, 0.75, 4.5, 9.5, 3.8},
+                                          {128, 128, 0.54, 3.3, 6.0, 2.7}};
+constexpr TileTime kExpandFp8Tiles[] = {{256, 128, 0.62, 3.8, 6.0, 3.8},
+                                        {128, 256, 0.65, 3.3, 0.0},
+                                        {128, 128, 0.34, 3.5, 4.0, 2.7}};
+constexpr TileTime kExpandTiles[] = {{256, 128, 0.62, 3.8, 8.5, 4.6},
+                                     {192, 128, 0.47, 3.6, 7.3, 5.4},
                                      {128, 256, 0.65, 3.3, 0.0},
-                                     {128, 128, 0.34, 3.5, 4.0}};
+                                     {128, 128, 0.34, 3.5, 6.2, 3.1}};
 
 constexpr std::int64_t tiles_of(const Shape& shape, std::int32_t rows, std::int32_t cols) {
   return ceil_div<std::int64_t>(shape.M, rows) * ceil_div(shape.N, cols);
@@ -67,57 +71,63 @@ constexpr double cut_for_fp8(const Shape& shape, Config& config) {
   return best;
 }
 
-/// Blocks that multiply the tails of tiles, each of so many tiles.
-constexpr std::int32_t kTailsOfBlock = 3;
-constexpr std::int64_t tail_blocks(std::int64_t tiles) {
-  return ceil_div<std::int64_t>(tiles, kTailsOfBlock);
-}
-
 /// Expanded weights: the tile, and who multiplies it, that take least. Whole tiles leave SMs idle
 /// in the last wave. So two or four blocks take a segment of a tile's K each; or SMs without a tile
-/// take the last stages of three; or all multiply as many stages. They wait for each other, so each
-/// has an SM: on a GPU of fewer there are fewer of them. Returns that time.
+/// take the last stages of two or three; or all multiply as many stages. They wait for each other,
+/// so each has an SM: on a GPU of fewer there are fewer of them. Returns that time.
 constexpr double cut_for_expand(const Shape& shape, Config& config) {
   constexpr double kTailAdds = 1.5, kLeastGain = 1.01;
   const bool to_fp8 = config.path == Path::kExpandToFp8;
   const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
   const std::int32_t at_once = std::min<std::int32_t>(shape.sms, kBlocksWanted);
   double best = 0.0;
-  const auto consider = [&](const TileTime& tile, double time, std::int32_t segments,
-                            std::int32_t tail, bool even = false) {
+  struct Cut {
+    std::int32_t segments = 1, tail = 0, tails = 0;
+    bool even = false;
+  };
+  const auto consider = [&](const TileTime& tile, double time, const Cut& cut) {
     if (best != 0.0 && time >= best) return;
     best = time;
     config.tile_rows = tile.rows;
     config.tile_cols = tile.cols;
-    config.segments = segments;
-    config.tail = tail;
-    config.even = even;
+    config.segments = cut.segments;
+    config.tail = cut.tail;
+    config.tails = cut.tails;
+    config.even = cut.even;
   };
   const auto consider_tile = [&](const TileTime& tile) {
     const bool full = shape.dtype == DType::kBFloat16;  // float16 has fewer kernels
-    if (tile.rows == 192 && (shape.format != WeightFormat::kInt4 || !full)) return;
+    if (tile.rows == 192 && !full) return;
     if (tile.rows == 256 && to_fp8 && !full) return;
     const std::int64_t tiles = tiles_of(shape, tile.rows, tile.cols);
     const auto whole = static_cast<double>(ceil_div<std::int64_t>(tiles, kBlocksWanted));
-    consider(tile, whole * (tile.step * steps + tile.ends), 1, 0);
+    consider(tile, whole * (tile.step * steps + tile.ends), {});
     if (tile.add == 0.0 || (tile.rows == 256 && !full)) return;
     for (const std::int32_t segments : {2, 4})
       if (tiles * segments <= at_once && segments <= steps)
-        consider(tile, tile.step * ceil_div(steps, segments) + tile.ends + tile.add, segments, 0);
+        consider(tile, tile.step * ceil_div(steps, segments) + tile.ends + tile.add,
+                 {.segments = segments});
     const bool int4 = shape.format == WeightFormat::kInt4;
     if (tile.rows == 256 && !int4) return;
-    const double leaves = tile.rows == 256 ? 3.8 : 2.7;  // a tail's sums
-    const auto tail = static_cast<std::int32_t>((steps - kTailsOfBlock * leaves / tile.step) /
-                                                (kTailsOfBlock + 1));
-    if (tail > 0 && tiles + tail_blocks(tiles) <= at_once && (tile.rows == 256 || !to_fp8))
-      consider(tile, tile.step * (steps - tail) + tile.ends + kTailAdds, 1, tail);
+    for (const std::int32_t tails : {2, 3}) {
+      if (tails == 2 && (!int4 || to_fp8)) continue;  // others were not measured so
+      const auto tail =
+          static_cast<std::int32_t>((steps - tails * tile.leaves / tile.step) / (tails + 1));
+      if (tail > 0 && tiles + ceil_div<std::int64_t>(tiles, tails) <= at_once &&
+          (tile.rows == 256 || !to_fp8))
+        consider(tile, tile.step * (steps - tail) + tile.ends + kTailAdds,
+                 {.tail = tail, .tails = tails});
+    }
     const double waves = static_cast<double>(tiles) / at_once;
     const double adds = tile.rows == 256 ? 11.0 : 8.0;  // tails and heads
     if (int4 && full && tile.rows != 192 && waves > 1.0)
-      consider(tile, kLeastGain * (waves * (tile.step * steps + tile.ends) + adds), 1, 0, true);
+      consider(tile, kLeastGain * (waves * (tile.step * steps + tile.ends) + adds),
+               {.even = true});
   };
   if (to_fp8) {
     for (const TileTime& tile : kExpandToFp8Tiles) consider_tile(tile);
+  } else if (shape.format == WeightFormat::kFp8) {
+    for (const TileTime& tile : kExpandFp8Tiles) consider_tile(tile);
   } else {
     for (const TileTime& tile : kExpandTiles) consider_tile(tile);
   }
