@@ -12,17 +12,18 @@ import torch.nn.functional as F
 from ridgeline import ops
 
 # M, N, K, and who multiplies a tile: one block, several a segment of K, another its tail, or two
-# where all blocks multiply as many stages; or the cluster kernel, tiles of 64 rows.
+# where all blocks multiply as many stages; or the cluster kernel.
 SHARED = [
-    (768, 1024, 14336, "segments"),  # four of them, tiles of 192 rows
-    (384, 6144, 4096, "tail"),
-    (470, 5120, 14336, "tail"),  # two of a block
-    (250, 5120, 13824, "tail"),  # tiles of 128 rows
-    (700, 8704, 3584, "even"),
-    (1000, 10240, 3584, "even"),  # behind a whole wave
+    (470, 5120, 14336, "tail"),
+    (250, 4608, 14336, "tail"),  # tiles of 128 rows
+    (190, 8704, 14336, "tail"),  # of 192
+    (768, 1024, 14336, "cluster"),  # of groups of 64 segments, tiles of 192 rows
+    (700, 8704, 3584, "rest"),  # of groups of 64 even shares
+    (250, 8704, 5120, "even"),  # tiles of 128 rows
+    (1000, 10240, 3584, "rest"),  # of groups of 64 even shares behind a whole wave
     (250, 18944, 3584, "rest"),  # the last columns are the cluster kernel's
     (500, 18944, 3584, "rest"),
-    (600, 7680, 3584, "even"),  # tiles of 128 rows
+    (190, 18944, 3584, "rest"),  # behind tiles of 192 rows
     (65, 2048, 2048, "cluster"),
     (128, 4096, 2048, "cluster"),
     (250, 4096, 2048, "cluster"),  # rows of the last tile are multiplied twice
@@ -36,6 +37,13 @@ SHARED = [
     (500, 6144, 4096, "cluster"),  # broad tiles of 128 rows
     (120, 18944, 3584, "cluster"),
     (384, 4096, 14336, "cluster"),
+    (150, 8704, 2048, "cluster"),  # broad tiles of 80 rows
+    (384, 6144, 4096, "cluster"),  # of 96
+    (450, 5120, 1024, "cluster"),  # of 112
+    (190, 6144, 4096, "cluster"),  # two blocks a tile of 96
+    (250, 5120, 5120, "cluster"),  # tall tiles of 88 rows by 128 weight rows
+    (160, 4096, 14336, "cluster"),  # two blocks a tile of 80
+    (190, 4096, 4096, "cluster"),  # tall tiles of 96 rows by 64 weight rows
 ]
 
 

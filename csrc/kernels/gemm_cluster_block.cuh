@@ -18,7 +18,7 @@ constexpr int kNormTokens = gemm_config::kNormRows;
 /// Blocks of an SM: sums of 128 rows of x and the operands of an expanded weight are one's.
 template <WeightFormat kFormat, int kTokens, int kGroups>
 constexpr int kBlocks =
-    kGroups > 2 || (kTokens == kManyTokens && kFormat != WeightFormat::kDense) ? 1 : 2;
+    kGroups > 2 || (kTokens > gemm_config::kFewRows && kFormat != WeightFormat::kDense) ? 1 : 2;
 template <int kTokens, int kGroups>
 constexpr int kBlockThreads = kThreads + (kGroups - 2) * kGroupThreads +
                               (kTokens == kNormTokens ? (kNormWarps - 1) * 32 : 0);
@@ -30,6 +30,13 @@ struct Broad {
 };
 template <int kGroups>
 constexpr int kFactorBytes = kGroups > 2 ? static_cast<int>(sizeof(Broad)) : 0;
+
+/// fn<kRows>() of those rows of x that `rows` is.
+template <int... kRows, class Fn>
+void dispatch_rows(int rows, Fn&& fn) {
+  const bool found = ((rows == kRows && (fn.template operator()<kRows>(), true)) || ...);
+  check(found, "linear: no tiles of ", rows, " rows");
+}
 
 /// Octets of rows of x whose sums TurnsEnd takes.
 template <int kTokens>

@@ -5,7 +5,7 @@
 #include "device/ptx/warpgroup.cuh"
 #include "device/ptx/wgmma_few.cuh"
 #include "device/ptx/wgmma_fp8.cuh"
-#include "device/ptx/wgmma_registers.cuh"
+#include "device/ptx/wgmma_registers_few.cuh"
 #include "device/ptx/wgmma_shared.cuh"
 #include "kernels/gemm_cluster_int4.cuh"
 #include "kernels/gemm_epilogue.cuh"
@@ -66,8 +66,8 @@ struct Consumer {
       if constexpr (kOctets * 8 == kManyTokens && kFp8X) {
         ptx::WgmmaFp8Registers<kManyTokens>::mma(into, a[step], b + step * kStep,
                                                  accumulate || step != 0);
-      } else if constexpr (kOctets * 8 == kManyTokens) {
-        ptx::WgmmaRegisters<kManyTokens, E, ptx::Contiguous::kInner>::mma(into, a[step],
+      } else if constexpr (kOctets * 8 > gemm_config::kFewRows) {
+        ptx::WgmmaRegisters<kOctets * 8, E, ptx::Contiguous::kInner>::mma(into, a[step],
                                                                           b + step * kStep);
       } else {
         ptx::WgmmaFew<kOctets * 8, E>::registers(into, a[step], b + step * kStep,

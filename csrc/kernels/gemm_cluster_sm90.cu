@@ -25,13 +25,12 @@ using namespace gemm_cluster;
 /// Grid: (segments of K, tiles of kTokens rows of x, tiles of 64, 112, 128 or 192 weight rows); the
 /// segments of a tile are a cluster. Two warps request stages of 64 or 128
 /// columns of the tile and of its rows of x; kGroups warpgroups, two or three, multiply 64 weight
-/// rows by 16, 32, 64 or 128 rows of x: of a longer tile the second has the rows from 64 on, those
-/// of 64 rows take stages by turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and
-/// fp8 with an fp8 x, from shared memory, the others expanded into registers. At the end each block
-/// adds up, in order, some rows of x, of which its neighbours send it their sums. Sums in float32;
-/// of e4m3 by e4m3, of which the tensor cores keep 14 bits, every 128 columns anew.
-/// The kernel of 16 rows of x has three warps that meet it with its norm, and request what they
-/// begin with, in place of the one that requests x.
+/// rows by 16 to 128 rows of x: of a longer tile the second has the rows from 64 on, those of 64
+/// take stages by turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an
+/// fp8 x, from shared memory, the others expanded into registers. At the end each block adds up, in
+/// order, some rows of x, of which its neighbours send it their sums. Sums in float32; of e4m3 by
+/// e4m3, of which the tensor cores keep 14 bits, every 128 columns anew. The kernel of 16 rows of x
+/// has three warps that meet it with its norm, and request the first of it, in place of one.
 /// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
 template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens, int kGroups>
 __global__ void __launch_bounds__(kBlockThreads<kTokens, kGroups>,
@@ -175,15 +174,14 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   const bool one_each = tiles <= gemm_config::kClusters[segments - 1];
   // Sums of 128 rows and those of a neighbour do not fit half of it.
   const bool shares = !one_each && kGroups == 2 &&
-                      (kTokens < kManyTokens || segments < kBlocks<kFormat, kTokens, kGroups>);
+                      (kTokens <= 64 || segments < kBlocks<kFormat, kTokens, kGroups>);
   params.shared_bytes = shares            ? gemm_config::kShareOfSm
                         : is_long         ? 2 * gemm_config::kShareOfSm
                         : p.weights_ready ? gemm_config::kShareOfStrips
                                           : gemm_config::kShareOfSm;
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
-  params.by_turns =
-      kTokens < kManyTokens && ends_by_turns(p, params.row_groups, segments, sizeof(T));
+  params.by_turns = kTokens <= 64 && ends_by_turns(p, params.row_groups, segments, sizeof(T));
   params.plain = stores_vectors(p, sizeof(T));
   const int received = received_bytes<kTokens>(params, segments, params.rows_each);
   if constexpr (kFormat == WeightFormat::kInt4) {
@@ -304,12 +302,13 @@ void launch_norm(const GemmParams& p, const gemm_config::Config& config, Stream 
 void launch_broad(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   using T = __nv_bfloat16;
   constexpr auto kInt4 = WeightFormat::kInt4;
-  const bool tall = config.tile_rows == kManyTokens;
   if (p.x.dtype == DType::kFloat8E4M3)
-    return tall ? launch<T, std::uint8_t, kInt4, true, kManyTokens, 3>(p, config, stream)
-                : launch<T, std::uint8_t, kInt4, true, 64, 3>(p, config, stream);
-  tall ? launch<T, T, kInt4, false, kManyTokens, 3>(p, config, stream)
-       : launch<T, T, kInt4, false, 64, 3>(p, config, stream);
+    return dispatch_rows<64, kManyTokens>(config.tile_rows, [&]<int kRows>() {
+      launch<T, std::uint8_t, kInt4, true, kRows, 3>(p, config, stream);
+    });
+  dispatch_rows<64, 80, 88, 96, 112, kManyTokens>(config.tile_rows, [&]<int kRows>() {
+    launch<T, T, kInt4, false, kRows, 3>(p, config, stream);
+  });
 }
 
 template <class T>
@@ -319,13 +318,14 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
   if (p.weight.format == WeightFormat::kDense && p.M > gemm_config::kFewRows)
     return launch<T, T, WeightFormat::kDense, false, kManyTokens>(p, config, stream);
   if constexpr (std::is_same_v<T, __nv_bfloat16>)
-    if (config.tile_rows == kManyTokens) {
-      constexpr auto kInt4 = WeightFormat::kInt4;
+    if (config.tile_rows > gemm_config::kFewRows) {
       if (p.weight.format == WeightFormat::kFp8)
         return launch<T, T, WeightFormat::kFp8, false, kManyTokens>(p, config, stream);
       if (p.x.dtype == DType::kFloat8E4M3)
-        return launch<T, std::uint8_t, kInt4, true, kManyTokens>(p, config, stream);
-      return launch<T, T, kInt4, false, kManyTokens>(p, config, stream);
+        return launch<T, std::uint8_t, WeightFormat::kInt4, true, kManyTokens>(p, config, stream);
+      return dispatch_rows<80, 88, 96, 112, kManyTokens>(config.tile_rows, [&]<int kRows>() {
+        launch<T, T, WeightFormat::kInt4, false, kRows>(p, config, stream);
+      });
     }
   launch_format<T, 64>(p, config, stream);
 }
