@@ -14,9 +14,9 @@ from ridgeline import ops
 # M, N, K, and who multiplies a tile: one block, several a segment of K, another its tail, or two
 # where all blocks multiply as many stages; or the cluster kernel.
 SHARED = [
-    (470, 5120, 14336, "tail"),
+    (230, 10240, 14336, "tail"),
     (250, 4608, 14336, "tail"),  # tiles of 128 rows
-    (190, 8704, 14336, "tail"),  # of 192
+    (170, 8704, 14336, "tail"),  # of 192
     (768, 1024, 14336, "cluster"),  # of groups of 64 segments, tiles of 192 rows
     (700, 8704, 3584, "rest"),  # of groups of 64 even shares
     (250, 8704, 5120, "even"),  # tiles of 128 rows
@@ -44,6 +44,7 @@ SHARED = [
     (250, 5120, 5120, "cluster"),  # tall tiles of 88 rows by 128 weight rows
     (160, 4096, 14336, "cluster"),  # two blocks a tile of 80
     (190, 4096, 4096, "cluster"),  # tall tiles of 96 rows by 64 weight rows
+    (500, 5120, 5120, "cluster"),  # of 176 rows by 128
 ]
 
 

@@ -23,13 +23,15 @@ template <int kTokens, int kGroups>
 constexpr int kBlockThreads = kThreads + (kGroups - 2) * kGroupThreads +
                               (kTokens == kNormTokens ? (kNormWarps - 1) * 32 : 0);
 
-/// Scale and bias of weight rows of three warpgroups, for which Fixed has no place; ahead of it.
-constexpr int kBroadRows = 3 * kGroupRows;
-struct Broad {
-  alignas(16) float scale[kBroadRows], bias[kBroadRows];
+/// Scales and bias of three warpgroups, or of more rows of x than kManyTokens, for which Fixed has
+/// no place; ahead of it.
+constexpr int kFactorRows = 3 * kGroupRows;
+struct OwnFactors {
+  alignas(16) float x_scale[kFactorRows], scale[kFactorRows], bias[kFactorRows];
 };
-template <int kGroups>
-constexpr int kFactorBytes = kGroups > 2 ? static_cast<int>(sizeof(Broad)) : 0;
+template <int kTokens, int kGroups>
+constexpr int kFactorBytes =
+    kGroups > 2 || kTokens > kManyTokens ? static_cast<int>(sizeof(OwnFactors)) : 0;
 
 /// fn<kRows>() of those rows of x that `rows` is.
 template <int... kRows, class Fn>

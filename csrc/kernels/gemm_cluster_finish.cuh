@@ -29,6 +29,7 @@ struct Finish {
   int first;         // column of the tile
   int row0, rows;    // of x
   int rank = blockIdx.x, blocks = gridDim.x;  // of the cluster
+  float* x_scale = fixed.x_scale;  // of the rows of x
   float* scale = fixed.scale;  // of the tile's weight rows
   float* bias = fixed.bias;
   int threads = kConsumerThreads;  // that hold sums
@@ -42,7 +43,7 @@ struct Finish {
   __device__ void bring_factors(int up_first) const {
     const GemmParams& p = params.gemm;
     if (threadIdx.x < rows && !p.x.norm_weight)
-      fixed.x_scale[threadIdx.x] =
+      x_scale[threadIdx.x] =
           params.unit * (p.x.scale ? p.x.scale[p.x.scale_per_row ? row0 + threadIdx.x : 0] : 1.0f);
     const int column = threadIdx.x, up = column - params.box_rows;
     if (column >= params.tile_rows) return;
@@ -100,7 +101,7 @@ struct Finish {
   __device__ void fold_norm() const {
     ptx::mbarrier_wait(&fixed.squared, 0);
     const int m = threadIdx.x;
-    if (m < rows) fixed.x_scale[m] = params.unit * fixed.norm_of(params.gemm, m, blocks);
+    if (m < rows) x_scale[m] = params.unit * fixed.norm_of(params.gemm, m, blocks);
   }
 
   /// All blocks' sums, in order.
@@ -146,16 +147,16 @@ struct Finish {
   /// Their sums, scaled, plus bias.
   __device__ float4 values_of(int m, int column, const Factors& by) const {
     float4 sum = total_of(m, column);
-    float x_scale = fixed.x_scale[m];
-    if (params.second_term > 0 && x_scale < 0.0f) {
-      x_scale = -x_scale;
+    float of_x = x_scale[m];
+    if (params.second_term > 0 && of_x < 0.0f) {
+      of_x = -of_x;
       add(sum, {products_not_finite(m, column), products_not_finite(m, column + 1),
                 products_not_finite(m, column + 2), products_not_finite(m, column + 3)});
     }
-    return {scaled({x_scale, by.scale.x, by.bias.x}, sum.x),
-            scaled({x_scale, by.scale.y, by.bias.y}, sum.y),
-            scaled({x_scale, by.scale.z, by.bias.z}, sum.z),
-            scaled({x_scale, by.scale.w, by.bias.w}, sum.w)};
+    return {scaled({of_x, by.scale.x, by.bias.x}, sum.x),
+            scaled({of_x, by.scale.y, by.bias.y}, sum.y),
+            scaled({of_x, by.scale.z, by.bias.z}, sum.z),
+            scaled({of_x, by.scale.w, by.bias.w}, sum.w)};
   }
 
   __device__ void store() const {

@@ -25,7 +25,7 @@ using namespace gemm_cluster;
 /// Grid: (segments of K, tiles of kTokens rows of x, tiles of 64, 112, 128 or 192 weight rows); the
 /// segments of a tile are a cluster. Two warps request stages of 64 or 128
 /// columns of the tile and of its rows of x; kGroups warpgroups, two or three, multiply 64 weight
-/// rows by 16 to 128 rows of x: of a longer tile the second has the rows from 64 on, those of 64
+/// rows by 16 to 176 rows of x: of a longer tile the second has the rows from 64 on, those of 64
 /// take stages by turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an
 /// fp8 x, from shared memory, the others expanded into registers. At the end each block adds up, in
 /// order, some rows of x, of which its neighbours send it their sums. Sums in float32; of e4m3 by
@@ -85,9 +85,9 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens, kGroups>,
     const int unit = groups == 1 ? 0 : warp / 4;
     Finish<T> finish{params, fixed, reinterpret_cast<float*>(ring),
                      reinterpret_cast<float4*>(received), first, row0, m};
-    if constexpr (kGroups > 2) {
-      auto& broad = *reinterpret_cast<Broad*>(reinterpret_cast<char*>(&fixed) - sizeof(Broad));
-      finish.scale = broad.scale, finish.bias = broad.bias;
+    if constexpr (kFactorBytes<kTokens, kGroups> > 0) {
+      auto& own = reinterpret_cast<OwnFactors*>(&fixed)[-1];
+      finish.x_scale = own.x_scale, finish.scale = own.scale, finish.bias = own.bias;
       finish.threads = kMultipliers;
     }
     finish.bring_factors(up_first);
@@ -197,7 +197,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   const int weight_bytes = params.tile_rows * Layout::kRowOfWeight +
                            (params.paired ? 2 : 1) * (params.scale_bytes + params.zero_bytes);
   cut_rings<Layout>(params,
-                    params.shared_bytes - kFixedBytes - kFactorBytes<kGroups> - received,
+                    params.shared_bytes - kFixedBytes - kFactorBytes<kTokens, kGroups> - received,
                     weight_bytes,
                     kFolds ? Layout::kNormBytes : 0,
                     params.row_groups == 1 ? 4 : kFolds ? kNormWarps : 2);
@@ -323,7 +323,7 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
         return launch<T, T, WeightFormat::kFp8, false, kManyTokens>(p, config, stream);
       if (p.x.dtype == DType::kFloat8E4M3)
         return launch<T, std::uint8_t, WeightFormat::kInt4, true, kManyTokens>(p, config, stream);
-      return dispatch_rows<80, 88, 96, 112, kManyTokens>(config.tile_rows, [&]<int kRows>() {
+      return dispatch_rows<80, 88, 96, 112, kManyTokens, 176>(config.tile_rows, [&]<int kRows>() {
         launch<T, T, WeightFormat::kInt4, false, kRows>(p, config, stream);
       });
     }

@@ -41,6 +41,7 @@ constexpr ClusterTile kClusterTiles[] = {
     {kBroadCols, 1, 0.855, 3.0, 2.9, 112},
     {64, 1, 0.323, 3.6, 9.8, kTallRows},
     {128, 1, 0.646, 3.4, 2.1, kTallRows},
+    {128, 1, 0.905, 3.5, 5.0, 176},
     {kBroadCols, 1, 0.961, 3.4, 3.5, kTallRows}};
 constexpr ClusterTile kClusterCodesTiles[] = {{128, 1, 0.414, 3.2, 1.3},
                                               {112, 1, 0.414, 3.2, 1.3},
