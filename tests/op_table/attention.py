@@ -154,7 +154,7 @@ ATTENTION = OpCase(
         Sample("a negative scale", **_qkv(1, 70, 70, 4, 2, 64), scale=-0.2),
         Sample("sinks", **_qkv(1, 70, 70, 4, 2, 64), sinks=_SINKS),
         Sample("sinks in decode of several splits", **_qkv(2, 1, 700, 4, 2, 128), sinks=_SINKS),
-        Sample("sinks where no key is seen", **_qkv(1, 4, 2, 4, 2, 64), sinks=_SINKS),
+        Sample("sinks where no key is seen", **_qkv(16, 4, 2, 4, 2, 64), sinks=_SINKS),
         Sample(
             "strided: heads before rows, every other key",
             q=normal(1, 4, 70, 64).transpose(1, 2),
