@@ -733,7 +733,7 @@ def test_few_rows_of_experts_keep_their_bits_where_their_strips_move(kind: str, 
 @pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int8"])
-@pytest.mark.parametrize("M", [13, 16, 20, 33, 64])  # two, four and eight octets of rows, and parts
+@pytest.mark.parametrize("M", [13, 16, 20, 30, 33, 64])  # two, four, eight octets, and parts
 def test_a_cluster_of_two_ends_with_the_same_bits(
     M: int, kind: str, dtype: torch.dtype, residual: bool
 ) -> None:

@@ -92,7 +92,9 @@ inline void cut_rings(ClusterParams& params, int bytes, int weight_bytes, int mo
   params.weights_at = params.x_bytes;
   if (Layout::kApart) {
     params.x_step = params.x_bytes;
-    params.x_stages = std::min(kStagesOfX, params.stages);
+    const int beside = (bytes - kEnoughOfFp8 * weight_bytes) / params.x_bytes;
+    const int most = Layout::kXRing ? std::max(kFewestOfX, beside) : kStagesOfX;
+    params.x_stages = std::min(most, params.stages);
     params.weights_at = params.x_stages * params.x_bytes;
     params.stages = fitting(bytes - params.weights_at, weight_bytes);
   }

@@ -16,10 +16,10 @@ namespace ridgeline::gemm_cluster {
 using namespace gemm_detail;
 
 /// What a warpgroup keeps in registers: 64 weight rows by all rows of x. kBroad: of three of them.
-template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens, bool kBroad>
+template <class T, class E, class Layout, bool kBroad>
 struct Consumer {
-  using Layout = StageLayout<kFormat, kFp8X, kTokens>;
-  using Wgmma = ptx::WgmmaFew<kTokens, E>;
+  static constexpr bool kFp8X = Layout::kFp8X;
+  static constexpr int kTokens = Layout::kTokens;
   using Sums = SumOf<E>[kTokens / 8][4];
   const ClusterParams& params;
   int unit;        // which 64 rows of the tile
@@ -48,7 +48,7 @@ struct Consumer {
       if constexpr (kTokens == kManyTokens) {
         ptx::WgmmaShared<kTokens, E>::mma(into, rows, x, accumulate || step != 0);
       } else {
-        Wgmma::shared(into, rows, x, accumulate || step != 0);
+        ptx::WgmmaFew<kTokens, E>::shared(into, rows, x, accumulate || step != 0);
       }
     }
     ptx::wgmma_commit();

@@ -37,8 +37,9 @@ struct Normalizer {
     ptx::mma_m16n8k16<T>(sums[1], {a.z, b.z, a.w, b.w}, by.z, by.w);
   }
 
-  /// A stage's x, swizzled by rows of 128 bytes, of which there are `columns`, read whole before the
-  /// first is written. H200, us, box by box and so, 4096 x 4096: fp8 6.44 and 6.29, int4 5.61, 5.43.
+  /// A stage's x, swizzled by rows of 128 bytes, of which there are `columns`, read whole before
+  /// the first is written. H200, us, box by box and so, 4096 x 4096: fp8 6.44 and 6.29, int4 5.61
+  /// and 5.43.
   __device__ void weigh(char* stage, const char* weights, int columns) {
     const int row = lane / 4;
     const auto at = [&](int box, int i, int o) {

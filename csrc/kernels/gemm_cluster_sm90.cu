@@ -32,12 +32,12 @@ using namespace gemm_cluster;
 /// e4m3, of which the tensor cores keep 14 bits, every 128 columns anew. The kernel of 16 rows of x
 /// has three warps that meet it with its norm, and request the first of it, in place of one.
 /// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
-template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens, int kGroups>
-__global__ void __launch_bounds__(kBlockThreads<kTokens, kGroups>,
-                                  (kBlocks<kFormat, kTokens, kGroups>))
+template <class T, class E, class Layout, int kGroups>
+__global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
+                                  (kBlocks<Layout::kFormat, Layout::kTokens, kGroups>))
     cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  using Layout = StageLayout<kFormat, kFp8X, kTokens>;
+  constexpr int kTokens = Layout::kTokens;
   constexpr int kMultipliers = kGroups * kGroupThreads, kWarps = kMultipliers / 32;
   extern __shared__ __align__(1024) char memory[];
   // At the end, where a short tile's last operand may reach over the last stage.
@@ -95,7 +95,7 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens, kGroups>,
     const auto row_of = [&](int i) {
       return params.paired && i >= params.box_rows ? up_first + i - params.box_rows : first + i;
     };
-    Consumer<T, E, kFormat, kFp8X, kTokens, (kGroups > 2)> consumer{
+    Consumer<T, E, Layout, (kGroups > 2)> consumer{
         params, unit, warp % 4, lane,
         {row_of(in_tile), row_of(in_tile + 8)}};
     consumer.run(fixed, ring, begin, count, turn, groups == 1 ? 2 : 1);
@@ -135,10 +135,11 @@ __global__ void __launch_bounds__(kBlockThreads<kTokens, kGroups>,
 
 // ---- Launch -------------------------------------------------------------------------------------
 
-template <class T, class E, WeightFormat kFormat, bool kFp8X, int kTokens, int kGroups = 2>
+template <class T, class E, class Layout, int kGroups = 2>
 void launch(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
-  using Layout = StageLayout<kFormat, kFp8X, kTokens>;
-  constexpr int kCols = Layout::kCols;
+  constexpr WeightFormat kFormat = Layout::kFormat;
+  constexpr bool kFp8X = Layout::kFp8X;
+  constexpr int kTokens = Layout::kTokens, kCols = Layout::kCols;
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const int segments = config.segments;
   constexpr bool kFolds = kTokens == kNormTokens;
@@ -172,6 +173,9 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // rows of int4 behind a norm of 32 blocks, us: 4096 x 6144 14.8 and 9.9, 4096 x 4096 9.3 and 7.3;
   // where this kernel follows itself 6.7 and, without blocks of the next one beside it, 8.3.
   const bool one_each = tiles <= gemm_config::kClusters[segments - 1];
+  if constexpr (Layout::kMayHaveXRing)
+    if (one_each && !p.weights_ready && p.M > 16)
+      return launch<T, E, typename Layout::WithXRing, kGroups>(p, config, stream);
   // Sums of 128 rows and those of a neighbour do not fit half of it.
   const bool shares = !one_each && kGroups == 2 &&
                       (kTokens <= 64 || segments < kBlocks<kFormat, kTokens, kGroups>);
@@ -263,68 +267,71 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   }
   check(grid.z <= 65535, "linear: weight rows must be at most ", 65535 * params.box_rows,
         ", got ", p.N);
-  device::launch_chained<cluster_sm90_kernel<T, E, kFormat, kFp8X, kTokens, kGroups>>(
+  device::launch_chained<cluster_sm90_kernel<T, E, Layout, kGroups>>(
       grid, dim3(kBlockThreads<kTokens, kGroups>), params.shared_bytes, stream, params,
       "linear: cluster", segments);
 }
 
 template <class T, int kTokens>
 void launch_format(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
-  constexpr auto kFp8 = WeightFormat::kFp8;
+  using enum WeightFormat;
   switch (p.weight.format) {
-    case WeightFormat::kDense:
-      return launch<T, T, WeightFormat::kDense, false, kTokens>(p, config, stream);
-    case WeightFormat::kInt4:
+    case kDense:
+      return launch<T, T, StageLayout<kDense, false, kTokens>>(p, config, stream);
+    case kInt4:
       if (p.x.dtype == DType::kFloat8E4M3)
-        return launch<T, std::uint8_t, WeightFormat::kInt4, true, kTokens>(p, config, stream);
-      return launch<T, T, WeightFormat::kInt4, false, kTokens>(p, config, stream);
-    case WeightFormat::kFp8:
+        return launch<T, std::uint8_t, StageLayout<kInt4, true, kTokens>>(p, config, stream);
+      return launch<T, T, StageLayout<kInt4, false, kTokens>>(p, config, stream);
+    case kFp8:
       if (p.x.dtype == DType::kFloat8E4M3)
-        return launch<T, std::uint8_t, kFp8, true, kTokens>(p, config, stream);
-      return launch<T, T, kFp8, false, kTokens>(p, config, stream);
-    case WeightFormat::kInt8:
-      return launch<T, std::int8_t, WeightFormat::kInt8, false, kTokens>(p, config, stream);
+        return launch<T, std::uint8_t, StageLayout<kFp8, true, kTokens>>(p, config, stream);
+      return launch<T, T, StageLayout<kFp8, false, kTokens>>(p, config, stream);
+    case kInt8:
+      return launch<T, std::int8_t, StageLayout<kInt8, false, kTokens>>(p, config, stream);
   }
 }
 
 void launch_norm(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  using enum WeightFormat;
   using T = __nv_bfloat16;
   check(p.M <= kNormTokens && p.x.dtype == DType::kBFloat16,
         "linear: the cluster kernel folds norms of at most ", kNormTokens,
         " rows of bfloat16, got ", p.M);
-  constexpr auto kDense = WeightFormat::kDense, kInt4 = WeightFormat::kInt4;
-  if (p.weight.format == kDense) return launch<T, T, kDense, false, kNormTokens>(p, config, stream);
-  if (p.weight.format == kInt4) return launch<T, T, kInt4, false, kNormTokens>(p, config, stream);
-  launch<T, T, WeightFormat::kFp8, false, kNormTokens>(p, config, stream);
+  if (p.weight.format == kDense)
+    return launch<T, T, StageLayout<kDense, false, kNormTokens>>(p, config, stream);
+  if (p.weight.format == kInt4)
+    return launch<T, T, StageLayout<kInt4, false, kNormTokens>>(p, config, stream);
+  launch<T, T, StageLayout<kFp8, false, kNormTokens>>(p, config, stream);
 }
 
 /// Tiles of three warpgroups: int4 by bfloat16 or by e4m3.
 void launch_broad(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  using enum WeightFormat;
   using T = __nv_bfloat16;
-  constexpr auto kInt4 = WeightFormat::kInt4;
   if (p.x.dtype == DType::kFloat8E4M3)
     return dispatch_rows<64, kManyTokens>(config.tile_rows, [&]<int kRows>() {
-      launch<T, std::uint8_t, kInt4, true, kRows, 3>(p, config, stream);
+      launch<T, std::uint8_t, StageLayout<kInt4, true, kRows>, 3>(p, config, stream);
     });
   dispatch_rows<64, 80, 88, 96, 112, kManyTokens>(config.tile_rows, [&]<int kRows>() {
-    launch<T, T, kInt4, false, kRows, 3>(p, config, stream);
+    launch<T, T, StageLayout<kInt4, false, kRows>, 3>(p, config, stream);
   });
 }
 
 template <class T>
 void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  using enum WeightFormat;
   if (p.x.norm_weight) return launch_norm(p, config, stream);
   if (p.M <= 32) return launch_format<T, 32>(p, config, stream);
-  if (p.weight.format == WeightFormat::kDense && p.M > gemm_config::kFewRows)
-    return launch<T, T, WeightFormat::kDense, false, kManyTokens>(p, config, stream);
+  if (p.weight.format == kDense && p.M > gemm_config::kFewRows)
+    return launch<T, T, StageLayout<kDense, false, kManyTokens>>(p, config, stream);
   if constexpr (std::is_same_v<T, __nv_bfloat16>)
     if (config.tile_rows > gemm_config::kFewRows) {
-      if (p.weight.format == WeightFormat::kFp8)
-        return launch<T, T, WeightFormat::kFp8, false, kManyTokens>(p, config, stream);
+      if (p.weight.format == kFp8)
+        return launch<T, T, StageLayout<kFp8, false, kManyTokens>>(p, config, stream);
       if (p.x.dtype == DType::kFloat8E4M3)
-        return launch<T, std::uint8_t, WeightFormat::kInt4, true, kManyTokens>(p, config, stream);
+        return launch<T, std::uint8_t, StageLayout<kInt4, true, kManyTokens>>(p, config, stream);
       return dispatch_rows<80, 88, 96, 112, kManyTokens, 176>(config.tile_rows, [&]<int kRows>() {
-        launch<T, T, WeightFormat::kInt4, false, kRows>(p, config, stream);
+        launch<T, T, StageLayout<kInt4, false, kRows>>(p, config, stream);
       });
     }
   launch_format<T, 64>(p, config, stream);

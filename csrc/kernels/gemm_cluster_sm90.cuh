@@ -27,7 +27,9 @@ constexpr int kManyTokens = gemm_config::kTallRows;  // rows of x that Fixed has
 constexpr int kBoxAlignment = 128;     // of a copy in a stage, ...
 constexpr int kStageAlignment = 1024;  // ... and where it is swizzled
 constexpr int kMaxStages = 16;
-constexpr int kStagesOfX = 4;          // where x has a ring of its own
+constexpr int kStagesOfX = 4;          // where x has a ring of its own, of bytes ...
+constexpr int kFewestOfX = 5;          // ... and of 16 bits, at least, ...
+constexpr int kEnoughOfFp8 = 8;        // ... where so many stages of the weight are left
 
 struct ClusterParams {
   CUtensorMap weight, x;
@@ -73,8 +75,12 @@ struct ClusterParams {
 // ---- Shared memory ------------------------------------------------------------------------------
 
 /// A stage: x, then the weight, then int4's scales and zero points, box by box.
-template <WeightFormat kFormat, bool kFp8X, int kTokens>
+template <WeightFormat format, bool fp8_x, int tokens, bool x_ring = false>
 struct StageLayout {
+  static constexpr WeightFormat kFormat = format;
+  static constexpr bool kFp8X = fp8_x;
+  static constexpr int kTokens = tokens;
+  static constexpr bool kXRing = x_ring;
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
   // int8 is taken for columns of 16 bits, two in one: its bytes lie as a dense weight's.
   static constexpr bool kWide = kFormat == WeightFormat::kDense || kFormat == WeightFormat::kInt8;
@@ -83,8 +89,16 @@ struct StageLayout {
   /// comes from L2. H200, 64 rows, us alone and chained, in one ring and so: 4096 x 4096 7.4 and
   /// 7.1, 7.1 and 6.9; 14336 x 4096 17.9 and 17.0, 17.3 and 16.7. 16 rows 6.3 and 6.5. int8, 64
   /// rows, 4096 x 6144 10.4 and 8.8, 10.3 and 9.0; 14336 x 4096 18.0 and 15.4, 18.2 and 16.2.
-  static constexpr bool kApart =
-      ((kFormat == WeightFormat::kFp8 && kFp8X) || kFormat == WeightFormat::kInt8) && kTokens == 64;
+  static constexpr bool kBytes =
+      (kFormat == WeightFormat::kFp8 && kFp8X) || kFormat == WeightFormat::kInt8;
+  static constexpr bool kApart = kXRing || (kBytes && kTokens == 64);
+  /// 17 to 32 rows of 16 bits by fp8 have one, too, where each block has an SM, for more of the
+  /// weight on its way. H200, us alone, by turns, in one ring and so: 24 and 32 rows of 4096 x 4096
+  /// 6.67 and 6.33, 6.82 and 6.45; of 14336 x 4096 18.6 and 16.4, 18.6 and 16.5; 16 rows 6.14 and
+  /// 6.23. In a kernel of its own, for with a flag 32 rows of 4096 x 6144 took 3% longer.
+  static constexpr bool kMayHaveXRing =
+      kFormat == WeightFormat::kFp8 && !kFp8X && kTokens == 32 && !x_ring;
+  using WithXRing = StageLayout<format, fp8_x, tokens, true>;
   static constexpr int kXBoxes = kFp8X ? 1 : kCols / 64;
   static constexpr int kWeightBytes = kGroupRows * (kInt4 ? 64 : kRowBytes);  // of a warpgroup
   static constexpr bool kFolds = kTokens == gemm_config::kNormRows;  // x meets its norm, if any
