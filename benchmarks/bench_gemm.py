@@ -237,7 +237,7 @@ def main() -> None:
     bench = Bench.from_args(__doc__)
     shapes, rows = SHAPES, ROWS
     if bench.quick:
-        shapes, rows = SHAPES[1:3], [1, 16, 64, 128, 4096]
+        shapes, rows = SHAPES[1:3], [1, 16, 32, 64, 128, 4096]
     if bench.device == "cpu":
         shapes, rows = [(1024, 4096), (4096, 4096)], [1, 8, 64]
     for K, N in shapes:
