@@ -774,3 +774,54 @@ def test_a_cluster_of_two_ends_with_the_same_bits(
     for weights_ready in (False, True, True):
         ours = multiply(odd.contiguous() if residual else None, weights_ready)
         assert torch.equal(ours, by_shared_memory), weights_ready
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int8"])
+@pytest.mark.parametrize(
+    ("M", "N", "K"),
+    [
+        (70, 4096, 4096),  # the last tile of rows overlaps the one before
+        (96, 4104, 4096),  # and tiles of the weight reach beyond N
+        (128, 2048, 4096),
+        (41, 28672, 4096),  # wide tiles of fp8, blocks that share an SM
+        (64, 3000, 640),
+    ],
+)
+def test_a_residual_gives_the_same_bits_however_it_is_read(
+    M: int, N: int, K: int, kind: str, dtype: torch.dtype
+) -> None:
+    """In vectors, beside the exchange of sums, or one by one where it is not aligned."""
+    dtype_name = str(dtype).removeprefix("torch.")
+    told = plan(M, N, K, dtype=dtype_name, hopper=True, format=kind)
+    if told["path"] != "cluster":
+        pytest.skip(f"not the cluster kernel's: {told['path']}")
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    x, dense = normal(M, K), normal(N, K) * K**-0.5
+    options: dict[str, Any] = {"bias": normal(N)}
+    codes, scale = (dense * 100).to(torch.float8_e4m3fn), normal(N).float().abs() * 0.01 + 0.01
+    if kind == "int8":
+        codes, scale = (dense * 1000).to(torch.int8), scale * 0.01
+    if kind in ("fp8_fp8", "int8"):
+        options["x_scale"] = normal(M).float().abs() + 0.5
+        x = x.to(torch.float8_e4m3fn) if kind == "fp8_fp8" else (x * 30).to(torch.int8)
+
+    def multiply(residual: Tensor | None) -> Tensor:
+        if kind == "dense":
+            return ops.linear(x, dense, **options, residual=residual)
+        product = ops.int8_linear if kind == "int8" else ops.fp8_linear
+        return product(x, codes, scale, **options, residual=residual, out_dtype=dtype)
+
+    residual = normal(M, N)
+    together = multiply(residual)
+    rows_apart = torch.empty(M, N + 4, device="cuda", dtype=dtype)[:, 4:].copy_(residual)
+    assert torch.equal(multiply(rows_apart), together)
+    assert torch.equal(multiply(torch.zeros_like(residual)), multiply(None))
+    if M <= 64 or kind == "dense":  # more rows are then another kernel's
+        one_by_one = torch.empty(M, N + 1, device="cuda", dtype=dtype)[:, 1:].copy_(residual)
+        assert torch.equal(multiply(one_by_one), together)

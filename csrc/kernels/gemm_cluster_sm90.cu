@@ -117,6 +117,7 @@ __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
       return;
     }
     ptx::named_barrier_sync(1, kMultipliers);  // every consumer has read its last stage
+    finish.request_residual();
     finish.keep(consumer.sums, turn, in_tile);
     ptx::named_barrier_sync(1, kMultipliers);  // the block's sums are whole
     if (segments > 1) {
@@ -186,7 +187,6 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
   params.by_turns = kTokens <= 64 && ends_by_turns(p, params.row_groups, segments, sizeof(T));
-  params.plain = stores_vectors(p, sizeof(T));
   const int received = received_bytes<kTokens>(params, segments, params.rows_each);
   if constexpr (kFormat == WeightFormat::kInt4) {
     const int group = p.weight.group;
@@ -205,10 +205,10 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                     weight_bytes,
                     kFolds ? Layout::kNormBytes : 0,
                     params.row_groups == 1 ? 4 : kFolds ? kNormWarps : 2);
-  constexpr bool kExpandsInt4 = Layout::kInt4 && !kFp8X;
-  params.prefetched = shares         ? params.stages / 2
-                      : kExpandsInt4 ? 0
-                                     : std::min(params.stages, kPrefetched);
+  plan_stores<T>(params, kGroups * kGroupThreads, params.ring_bytes);
+  params.prefetched = shares                 ? params.stages / 2
+                      : Layout::kExpandsInt4 ? 0
+                                             : std::min(params.stages, kPrefetched);
   // Blocks of the next kernel that come at the start take the SMs that this one leaves free in
   // pairs, and end last: H200, fp8 by fp8, 16 rows, 4096 x 4096, 7.3 us so, 6.1 behind the last
   // request. Some stages ahead of it, they are ready sooner: 16 rows chained, 4096 x 6144, int4 7.5
@@ -218,7 +218,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   const bool early = one_each || segments > 1 ||
                      (p.weights_ready && kFormat != WeightFormat::kDense);
   params.released = early ? kReleased : 0;
-  params.unit = Layout::kInt4 && !kFp8X ? device::kInt4Unit<T> : 1.0f;
+  params.unit = Layout::kExpandsInt4 ? device::kInt4Unit<T> : 1.0f;
   constexpr int kXBytes = kFp8X ? 1 : 2;
   // A request takes its thread time: x comes in one where K is whole boxes. H200, 16 rows of int4,
   // 8192 x 8192, before an elected lane requested: 14.3 us, and 13.9 so.

@@ -61,7 +61,8 @@ struct ClusterParams {
   std::int32_t rows_each;     // of x, that a block of the cluster finishes, at most
   float unit;                 // of the sums: in it, they are y
   std::int32_t by_turns;      // TurnsEnd ends the tile
-  std::int32_t plain;         // no activation, no residual, and four columns of y are a vector
+  std::int32_t plain;         // no activation, and four columns of y and residual are a vector
+  std::int32_t residual_at;   // plain: bytes from the ring to where a residual comes; 0: it has none
 
   /// gemm_config::stages_of(). A block starts without divisions, two of which it made for its tile:
   /// H200, us, with and so: 64 rows of 4096 x 4096, int4 6.87 and 6.57, fp8 by bf16 8.41 and 8.21,
@@ -82,6 +83,7 @@ struct StageLayout {
   static constexpr int kTokens = tokens;
   static constexpr bool kXRing = x_ring;
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
+  static constexpr bool kExpandsInt4 = kInt4 && !kFp8X;
   // int8 is taken for columns of 16 bits, two in one: its bytes lie as a dense weight's.
   static constexpr bool kWide = kFormat == WeightFormat::kDense || kFormat == WeightFormat::kInt8;
   static constexpr int kCols = kWide ? 64 : 128;
@@ -105,7 +107,7 @@ struct StageLayout {
   /// L2 is asked for x ahead of the wait. H200, us, alone, caches cold, without and so: 64 rows of
   /// 4096 x 4096 fp8 by fp8 7.0 and 6.7, 4096 x 6144 10.1 and 9.2; 16 rows of int4 5.4 and 5.1. But
   /// 64 rows of int4 6.5 and 6.8.
-  static constexpr bool kAsksForX = kApart || (kInt4 && !kFp8X && kTokens <= 32) ||
+  static constexpr bool kAsksForX = kApart || (kExpandsInt4 && kTokens <= 32) ||
                                     (kFolds && kFormat == WeightFormat::kFp8);
   static constexpr int kNormBytes = kCols * 2;  // of the norm's weight, where x meets it
   static constexpr int kRowOfWeight = kWeightBytes / kGroupRows;
