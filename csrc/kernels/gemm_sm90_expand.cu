@@ -278,6 +278,9 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void
     if constexpr (Wide::kPlainApart)
       if (is_scaled_alone<Wide>(p))
         return launch_tiles<Wide, KnownWay<Activation::kNone>>(p, config, parts, stream);
+    if constexpr (std::is_same_v<T, __nv_bfloat16> && !kBlocks)
+      if (p.activation == Activation::kSiluMul && !p.residual)
+        return launch_tiles<Wide, KnownWay<Activation::kSiluMul>>(p, config, parts, stream);
     return launch_tiles<Wide>(p, config, parts, stream);
   }
   launch_tiles<Tile<T, kFormat, kBlocks, 128, 1, true, false, kTails>>(p, config, parts, stream);
