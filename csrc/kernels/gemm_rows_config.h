@@ -11,7 +11,8 @@ namespace ridgeline::gemm_config {
 /// Tiles of the cluster kernel by more rows than few, 64 at a time, by blocks that have an SM each,
 /// or two of them one. A weight goes to the tensor cores twice as often as with rows of 128, but
 /// such a kernel starts and ends sooner. Of int4 in units of kExpandTiles; those of an e4m3 x in
-/// units of kExpandToFp8Tiles: it is taken as it is. Of 8 bits by 8 in units of kFp8Tiles. Weights
+/// units of kExpandToFp8Tiles: it is taken as it is. Of 8 bits by 8 in units of kFp8Tiles; up to
+/// 200 blocks of two an SM have more of L2 each. Weights
 /// that are expanded, 128 rows at a time, too, of which up to 104 leave room for two stages more,
 /// and int4 by 16 bits by as many rows as divide x with few multiplied twice; fp8 by 16 bits in
 /// units of kExpandFp8Tiles, of which kernels take 22% more. int4 by 192 weight rows of three
@@ -21,6 +22,7 @@ struct ClusterTile {
   std::int32_t cols, blocks;  // of a tile, of an SM
   double step, ends, add;
   std::int32_t rows = kFewRows, most = 1 << 20;  // of x, in a tile and in all
+  std::int32_t most_tiles = 1 << 20;
 };
 constexpr ClusterTile kClusterTiles[] = {
     {64, 1, 0.24, 2.7, 0.3},
@@ -52,8 +54,17 @@ constexpr ClusterTile kClusterCodesTiles[] = {{128, 1, 0.414, 3.2, 1.3},
                                               {128, 1, 0.53, 4.9, 1.1, kTallRows, 128},
                                               {kBroadCols, 1, 0.54, 3.6, 2.0},
                                               {kBroadCols, 1, 0.79, 3.4, 3.5, kTallRows}};
-constexpr ClusterTile kClusterFp8Tiles[] = {{128, 1, 0.27, 2.3, 2.5}, {64, 1, 0.15, 3.1, 0.1}};
-constexpr ClusterTile kClusterInt8Tiles[] = {{64, 1, 0.23, 2.6, 0.1}};
+constexpr std::int32_t kMostByTwo = 384;  // rows of x, of blocks that share an SM by two
+constexpr ClusterTile kClusterFp8Tiles[] = {{128, 1, 0.36, 1.0, 2.5},
+                                            {64, 1, 0.17, 3.1, 0.1},
+                                            {64, 2, 0.28, 2.9, 5.0, kFewRows, kMostByTwo, 200},
+                                            {64, 2, 0.335, 3.5, 5.0, kFewRows, kMostByTwo},
+                                            {128, 2, 0.47, 2.0, 14.0, kFewRows, kMostByTwo}};
+constexpr ClusterTile kClusterInt8Tiles[] = {{128, 1, 0.335, 1.6, 2.5},
+                                             {112, 1, 0.25, 2.9, 6.5},
+                                             {64, 1, 0.185, 2.4, 0.1},
+                                             {64, 2, 0.26, 3.5, 5.0, kFewRows, kMostByTwo, 200},
+                                             {128, 2, 0.46, 2.0, 14.0, kFewRows, kMostByTwo}};
 constexpr ClusterTile kClusterExpandedFp8Tiles[] = {{64, 1, 0.28, 1.2, 1.3, kFewRows, 256},
                                                     {64, 2, 0.48, 1.2, 1.3, kFewRows, 256},
                                                     {64, 1, 0.32, 2.2, 1.6, kTallRows, 104},
@@ -95,7 +106,9 @@ constexpr double cut_rows_for_cluster(const Shape& shape, double time, Config& c
     const std::int64_t tiles =
         ceil_div<std::int64_t>(shape.M, tile.rows) * ceil_div(gated ? shape.N / 2 : shape.N, box);
     for (std::int32_t segments = 1; segments <= kMostSegments; ++segments) {
-      if (tiles > at_once[segments - 1] || (segments > 1 && segments * kColumns > shape.K)) break;
+      if (tiles > std::min(at_once[segments - 1], tile.most_tiles) ||
+          (segments > 1 && segments * kColumns > shape.K))
+        break;
       const std::int32_t steps = ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);
       const double takes = tile.step * steps + tile.ends + (segments > 1 ? tile.add : 0.0);
       if (takes >= time) continue;

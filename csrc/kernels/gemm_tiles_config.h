@@ -31,7 +31,7 @@ struct TileTime {
   double step, ends, add, leaves = 0.0;
 };
 constexpr TileTime kFp8Tiles[] = {
-    {128, 256, 0.66, 4.0, 0.0}, {128, kGateCols, 0.61, 4.0, 0.0}, {128, 128, 0.34, 3.0, 6.0}};
+    {128, 256, 0.66, 4.0, 0.0}, {128, kGateCols, 0.61, 4.0, 0.0}, {128, 128, 0.34, 3.0, 10.5}};
 constexpr TileTime kExpandToFp8Tiles[] = {{256, 128, 0.75, 4.5, 9.5, 3.8},
                                           {128, 128, 0.54, 3.3, 6.0, 2.7}};
 constexpr TileTime kExpandFp8Tiles[] = {{256, 128, 0.62, 3.8, 6.0, 3.8},
