@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -199,6 +200,84 @@ def test_a_row_has_the_same_bits_in_every_batch(index: int, device: str) -> None
     assert torch.equal(multiply(x[77:78]), whole[77:78]), f"{name}: row 77 alone"
 
 
+QUANTISED = ["int4", "int4 zeros", "int4 group 32", "int4 column", "int4 act order", "int4 fp8"]
+QUANTISED += ["fp8", "fp8 blocks", "fp8 fp8", "fp8 fp8 blocks", "fp8 fp8 groups", "fp8 makes codes"]
+QUANTISED += ["int8"]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", QUANTISED)
+@pytest.mark.parametrize(
+    ("N", "K", "epilogue"),
+    [
+        (4096, 4096, "residual"),  # K is cut
+        (9088, 1152, "gated"),  # two blocks an SM
+        (1040, 2176, "norm"),
+    ],
+)
+def test_a_quantised_row_has_the_same_bits_in_every_batch(
+    N: int, K: int, epilogue: str, kind: str, dtype: torch.dtype
+) -> None:
+    if kind == "fp8 makes codes" and dtype == torch.float16:
+        pytest.skip("as of bfloat16")
+    generator = torch.Generator("cuda").manual_seed(8)
+    M = 300
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    name, _, variant = kind.partition(" ")
+    x, dense, bias = normal(M, K), normal(N, K) * K**-0.5, normal(N)
+    options: dict[str, Any] = {"bias": bias, "batch_invariant": True}
+    by_row: dict[str, Tensor] = {}  # what has a row for each of x's
+    if epilogue == "residual":
+        by_row["residual"] = normal(M, N)
+    if epilogue == "gated":
+        options["activation"] = "silu_mul"
+    scale: Tensor | None = None
+    if name == "int4":
+        group = {"group 32": 32, "column": -1}.get(variant, 128)
+        packed = ops.pack_int4(dense, group, zero_point=variant == "zeros")
+        if variant == "act order":
+            order = torch.randperm(K, generator=generator, device="cuda")
+            packed = replace(packed, perm=order.int())
+    elif name == "int8":
+        codes, scale = ops.quantize_int8(dense)
+        x, by_row["x_scale"] = ops.quantize_int8(x)
+    else:
+        codes = (dense * 50).to(torch.float8_e4m3fn)
+        scale = torch.rand(N, generator=generator, device="cuda") * 0.02 + 0.01
+        if "blocks" in variant:
+            blocks = -(-N // 128), -(-K // 128)
+            scale = torch.rand(*blocks, generator=generator, device="cuda") * 0.02 + 0.01
+    if variant.startswith("fp8"):
+        x = x.to(torch.float8_e4m3fn)
+        scales = (M, -(-K // 128)) if "groups" in variant else (M,)
+        by_row["x_scale"] = torch.rand(*scales, generator=generator, device="cuda") + 0.5
+    if variant == "makes codes":
+        options["quantize_x"] = True
+    if epilogue == "norm" and x.dtype == dtype and name != "int8":
+        options["norm_weight"] = normal(K)
+    if x.dtype != dtype and name != "int4":
+        options["out_dtype"] = dtype
+
+    def multiply(begin: int, end: int) -> Tensor:
+        rows = {key: value[begin:end] for key, value in by_row.items()}
+        if name == "int4":
+            return ops.int4_linear(x[begin:end], packed, **rows, **options)
+        product = ops.int8_linear if name == "int8" else ops.fp8_linear
+        assert scale is not None
+        return product(x[begin:end], codes, scale, **rows, **options)
+
+    whole = multiply(0, M)
+    assert whole.isfinite().all()
+    for rows in (*range(1, 67), 95, 96, 97, *range(126, 132), 160, 191, 192, 193, 255, 256, 257):
+        assert torch.equal(multiply(0, rows), whole[:rows]), f"first {rows} of {M} rows"
+    for begin, end in ((77, 78), (1, 3), (200, 300), (63, 130)):
+        assert torch.equal(multiply(begin, end), whole[begin:end]), f"rows {begin} to {end}"
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
@@ -352,7 +431,10 @@ def plan(
         (65, {"hopper": True, "format": "fp8_fp8", "activation": "silu_mul"}, "fp8"),
         (256, {"hopper": True, "format": "fp8_fp8"}, "cluster"),
         (257, {"hopper": True, "format": "fp8_fp8"}, "fp8"),
-        (65, {"hopper": True, "format": "fp8_fp8", "invariant": True}, "tile"),
+        (1, {"hopper": True, "format": "fp8_fp8", "invariant": True}, "cluster"),
+        (4096, {"hopper": True, "format": "fp8_fp8", "invariant": True}, "cluster"),
+        (1, {"hopper": True, "format": "int4", "invariant": True}, "cluster"),
+        (65, {"format": "int4", "invariant": True}, "tile"),
         (65, {"hopper": True, "format": "int4_fp8"}, "cluster"),
         (256, {"hopper": True, "format": "int4_fp8"}, "cluster"),
         (1025, {"hopper": True, "format": "int4_fp8"}, "expand_to_fp8"),
@@ -363,7 +445,7 @@ def plan(
         (2, {"hopper": True, "format": "int8", "chained": True}, "cluster"),
         (65, {"hopper": True, "format": "int8"}, "cluster"),
         (257, {"hopper": True, "format": "int8"}, "fp8"),
-        (65, {"hopper": True, "format": "int8", "invariant": True}, "tile"),
+        (65, {"hopper": True, "format": "int8", "invariant": True}, "cluster"),
         (1, {"hopper": True, "invariant": True}, "cluster"),
         (300, {"hopper": True, "invariant": True}, "grouped"),
         (1, {"hopper": True, "invariant": True, "activation": "gelu"}, "stream"),
@@ -532,6 +614,23 @@ def test_segments_of_batch_invariant_products(N: int, K: int, segments: int) -> 
         chosen = plan(M, N, K, hopper=True, invariant=True)
         assert (chosen["path"], int(chosen["segments"])) == (path, segments)
         assert int(chosen["tile_cols"]) > 64
+
+
+@pytest.mark.parametrize("format", ["int4", "int4_fp8", "fp8", "fp8_fp8", "int8"])
+@pytest.mark.parametrize("activation", ["none", "silu_mul"])
+@pytest.mark.parametrize(("N", "K"), [(4096, 4096), (28672, 4096), (4096, 14336), (160, 1088)])
+def test_cuts_of_batch_invariant_quantised_products(
+    N: int, K: int, activation: str, format: str
+) -> None:
+    """Of any number of rows those of one, and no tile that takes stages by turns or two terms."""
+    options: dict[str, Any] = {"format": format, "activation": activation, "invariant": True}
+    cuts = set()
+    for M in (1, 16, 33, 64, 65, 300, 5000):
+        chosen = plan(M, N, K, hopper=True, **options)
+        assert chosen["path"] == "cluster" and chosen["tile_cols"] in ("112", "128")
+        assert chosen["splits_x"] == "0"
+        cuts.add((chosen["tile_cols"], chosen["segments"]))
+    assert len(cuts) == 1
 
 
 @pytest.mark.parametrize(

@@ -45,13 +45,14 @@ bool weight_aligned(const GemmParams& p) {
          p.K * element % kVectorBytes == 0;
 }
 
-/// Whether the copy engine can reach the scales, and vectors of four y and the residual.
+/// Whether the copy engine can reach the scales, and vectors of four y and, if need be, residual.
 bool has_whole_vectors(const GemmParams& p) {
   const bool int4 = p.weight.format == WeightFormat::kInt4;
   const std::int64_t columns = !int4 ? 1 : p.weight.zeros ? 16 : 8;
   const bool scales = !int4 || (is_aligned(p.weight.scales, 0) && is_aligned(p.weight.zeros, 0));
-  const bool residual = reinterpret_cast<std::uintptr_t>(p.residual) % 8 == 0 &&
-                        (p.residual == nullptr || p.M <= 1 || p.stride_residual % 4 == 0);
+  const auto at = reinterpret_cast<std::uintptr_t>(p.residual);
+  const bool residual =
+      !at || p.batch_invariant || (at % 8 == 0 && (p.M <= 1 || p.stride_residual % 4 == 0));
   return p.N % columns == 0 && p.out_cols() % 8 == 0 && scales && residual && is_aligned(p.y, 0);
 }
 
@@ -97,12 +98,11 @@ bool library_takes(const GemmParams& p) {
          gemm_detail::library_available();
 }
 
-/// What gemm() will do and where in the workspace each part lies.
+/// What gemm() will do and where in the workspace, in bytes, each part lies.
 struct Plan {
   Config config;
   bool prepares = false;  // x goes through prepare_kernel first
   std::int64_t prepared_cols = 0;
-  // Offsets, all bytes.
   std::size_t prepared = 0, terms = 0, units = 0, partials = 0, product = 0, library = 0, total = 0;
 };
 

@@ -321,7 +321,8 @@ template <class T>
 void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   using enum WeightFormat;
   if (p.x.norm_weight) return launch_norm(p, config, stream);
-  if (p.M <= 32) return launch_format<T, 32>(p, config, stream);
+  const bool other_bits = p.batch_invariant && p.weight.format == kInt4;  // by 32 rows
+  if (p.M <= 32 && !other_bits) return launch_format<T, 32>(p, config, stream);
   if (p.weight.format == kDense && p.M > gemm_config::kFewRows)
     return launch<T, T, StageLayout<kDense, false, kManyTokens>>(p, config, stream);
   if constexpr (std::is_same_v<T, __nv_bfloat16>)

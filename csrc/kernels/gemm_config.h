@@ -28,13 +28,24 @@ constexpr std::int32_t segments_of(const Shape& shape) {
   return segments;
 }
 
+/// Whether the cluster kernel can multiply it: 64 rows of x, or as many times 64 as there are.
+constexpr bool fits_cluster(const Shape& shape) {
+  if (!shape.hopper || shape.K == 0 || shape.dtype == DType::kFloat32 || !can_fuse(shape))
+    return false;
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  return int4 ? shape.N % kStripRows == 0 && shape.whole_vectors : shape.weight_aligned;
+}
+
 /// Hopper's kernels for few rows. They have orders of K of their own, which no kernel for many rows
 /// repeats: not where bits may not depend on M.
 constexpr bool is_for_hopper(const Shape& shape) {
-  if (!shape.hopper || shape.batch_invariant || shape.M > kFewRows || shape.K == 0) return false;
-  if (shape.dtype == DType::kFloat32 || !can_fuse(shape)) return false;
-  const bool int4 = shape.format == WeightFormat::kInt4;
-  return int4 ? shape.N % kStripRows == 0 && shape.whole_vectors : shape.weight_aligned;
+  return !shape.batch_invariant && shape.M <= kFewRows && fits_cluster(shape);
+}
+
+/// Quantised weights where bits may not depend on M: the cluster kernel alone, by any number of
+/// rows, with tiles and segments of K that are the weight's.
+constexpr bool is_for_cluster_alone(const Shape& shape) {
+  return shape.batch_invariant && shape.format != WeightFormat::kDense && fits_cluster(shape);
 }
 
 /// Hopper's kernels for many rows. They have one order of K, but not that of the other kernels: not
@@ -139,6 +150,7 @@ constexpr bool has_few_empty_rows(const Shape& shape) {
 
 constexpr Path path_of(const Shape& shape) {
   if (is_for_grouped(shape)) return Path::kGrouped;
+  if (is_for_cluster_alone(shape)) return Path::kCluster;
   if (is_for_tall_cluster(shape)) return Path::kCluster;
   if (!shape.batch_invariant && is_for_turns(shape)) return Path::kTurns;
   if (is_for_hopper_tiles(shape)) {
@@ -160,6 +172,12 @@ constexpr Path path_of(const Shape& shape) {
   return may_call && shape.M > kFewRows ? Path::kLibrary : Path::kTile;
 }
 
+/// Tiles of 128 rows of x, by which a weight is expanded half as often: the order of K is that of
+/// 64. There are kernels of bfloat16 for them.
+constexpr bool has_tall_tiles(const Shape& shape) {
+  return shape.M > kFewRows && shape.dtype == DType::kBFloat16 && !shape.byte_x && !shape.codes_x;
+}
+
 /// Wide tiles of the cluster kernel, of which each SM has one: fp8, an x of bfloat16 too, as two
 /// terms of e4m3, where such tiles leave few SMs idle. H200, 64 rows of 4096 x 28672, us: fp8 by
 /// fp8 30.5 and 29.3, by bf16 37.1 and 32.4; 16 rows 29.9 and 29.5, 37.2 and 35.6. Gated, which one
@@ -167,8 +185,8 @@ constexpr Path path_of(const Shape& shape) {
 constexpr bool is_for_wide(const Shape& shape) {
   constexpr std::int32_t kLeastRows = 33, kLeastTiles = 120;
   const bool gated = is_gated(shape.activation);
-  if (shape.format != WeightFormat::kFp8 || !shape.scales_products || shape.M < kLeastRows ||
-      !(shape.bfloat_x || (shape.codes_x && !gated)))
+  if (shape.batch_invariant || shape.format != WeightFormat::kFp8 || !shape.scales_products ||
+      shape.M < kLeastRows || !(shape.bfloat_x || (shape.codes_x && !gated)))
     return false;
   const std::int32_t tiles =
       gated ? ceil_div(shape.N / 2, kWideCols / 2) : ceil_div(shape.N, kWideCols);
@@ -189,6 +207,7 @@ constexpr Config choose(const Shape& shape) {
   if (config.path == Path::kHeld) config.segments = ceil_div(shape.K, kOnceMostCols);
   if (config.path == Path::kCluster || config.path == Path::kGrouped)
     cut_for_cluster(shape, config);
+  if (is_for_cluster_alone(shape) && has_tall_tiles(shape)) config.tile_rows = kTallRows;
   if (config.path == Path::kCluster && is_for_wide(shape)) {
     config.tile_cols = kWideCols;
     config.segments = 1;

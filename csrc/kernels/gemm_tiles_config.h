@@ -150,7 +150,8 @@ struct ClusterCosts {
 };
 
 constexpr ClusterCosts cluster_costs(const Shape& shape) {
-  const bool int4 = shape.format == WeightFormat::kInt4, many = shape.M > kFewRows / 2;
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  const bool many = shape.M > kFewRows / 2 && !shape.batch_invariant;
   if (shape.format == WeightFormat::kDense)  // of invariant bits, what they were measured with
     return shape.batch_invariant
                ? ClusterCosts{.rows = 40, .ends = 0, .further = 0.5, .alone = 1.0}

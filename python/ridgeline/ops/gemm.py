@@ -52,7 +52,9 @@ def linear(
             product: ``x * norm_weight`` is rounded, and the root divides the sums.
         norm_eps: added to the mean of squares of the norm.
         batch_invariant: a row's result has the same bits whatever the other rows and their number:
-            one instruction and one order of K for all, and no library GEMM.
+            one instruction and one order of K for all, and no library GEMM. Rows of a quantised
+            ``x``, and of any with quantised weights, are contiguous, or begin at multiples of 16
+            bytes.
         weights_ready: no kernel of the stream still writes ``weight``, so it may be read before
             the kernels ahead have ended.
 
