@@ -270,6 +270,10 @@ def test_chat_generates_from_the_templates_ids(tmp_path: Path):
         assert llm.chat([], params) == []
         with pytest.raises(TypeError, match="a conversation must be a list of messages, got 5"):
             llm.chat([5], params)
+        late = llm.chat([TALK, ASK], params, priority=[1, 0], deadline=[None, 0.0])
+        assert [o.outputs[0].finish_reason for o in late] == ["length", "deadline"]
+        with pytest.raises(ValueError, match="priority must be one, or one for each of 2"):
+            llm.chat([TALK, ASK], params, priority=[1])
     assert one.prompt_token_ids == ids and two[0].outputs[0].text == one.outputs[0].text
     (tmp_path / "tokenizer_config.json").unlink()
     with LLM(tmp_path, device="cpu", num_blocks=6, max_num_seqs=2) as llm:

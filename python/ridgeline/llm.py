@@ -35,8 +35,7 @@ class LLM:
             on a GPU the checkpoint's own, bfloat16 for float32 ones. float32 runs on the CPU only.
         device: "cpu", "cuda" or "cuda:N"; None: CUDA if it can be used.
         block_size: tokens of a cache block, a multiple of 16 from 16 to 256.
-        max_model_len: the most tokens of a prompt and its output; None: what the model allows,
-            but no more than the cache holds.
+        max_model_len: the most tokens of a prompt and its output; None: what model and cache allow.
         gpu_memory_utilization: the share of the GPU's memory, in (0, 1], that weights, cache and
             activations may take. Everything that fits becomes cache.
         num_blocks: the size of the cache in blocks instead, the unused block 0 included.
@@ -55,10 +54,8 @@ class LLM:
             beside their roofline prediction, one JSON object a line; ``ridgeline replay`` reads it.
         latency_target: seconds that a step should take at most while requests decode: chunks of
             prompts are cut to what is predicted to fit. None: as large as the token budget.
-        swap_space: GiB of pinned host memory where preempted requests may wait instead of being
-            computed again, if that is predicted to be faster.
-        progress: True shows a bar on stderr while loading; a function is called with the tensors
-            loaded and their number in all.
+        swap_space: GiB of pinned host memory where preempted requests wait, if predicted faster.
+        progress: True shows a bar while loading; a function gets the tensors loaded and all.
 
     Raises:
         ValueError, TypeError: an argument is out of range, or the model folder does not fit.
@@ -171,9 +168,11 @@ class LLM:
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         template_variables: Mapping[str, Any] | None = None,
+        priority: int | Sequence[int] = 0,
+        deadline: float | Sequence[float | None] | None = None,
         progress: bool | Callable[[StreamOutput], None] = False,
     ) -> list[RequestOutput]:
-        """Answers conversations, as :meth:`generate` completes prompts.
+        """Answers conversations as :meth:`generate` completes prompts, with the same options.
 
         Args:
             messages: one conversation or many: lists of ``{"role": ..., "content": ...}``.
@@ -193,7 +192,9 @@ class LLM:
             messages, parts.tokenizer, parts.no_tokenizer, tools=tools, template=chat_template,
             add_generation_prompt=add_generation_prompt, variables=template_variables,
         )  # fmt: skip
-        return self.generate(prompts, params, progress=progress) if prompts else []
+        return self.generate(
+            prompts, params, priority=priority, deadline=deadline, progress=progress
+        )
 
     def stream(
         self,
@@ -344,7 +345,6 @@ class LLM:
 
     def _abandon(self, requests: Sequence[Request]) -> None:
         with self._lock:
-            if self._parts is not None:
-                for request in requests:
-                    if not request.finished:
-                        self._parts.core.abort(request.output.request_id)
+            for request in requests if self._parts is not None else ():
+                if not request.finished:
+                    self._core().abort(request.output.request_id)
