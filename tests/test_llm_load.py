@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,10 +86,10 @@ def test_random_load_gives_the_tokens_of_one_at_a_time(tmp_path: Path):
     runner = FakeRunner(scheduler, random.Random(6))
     path = tmp_path / "trace.jsonl"
     ends: dict[str, int] = {}
-    with path.open("w") as file:
+    with closing(Recorder(scheduler, SETTINGS, path, "none")) as recorder:
         core = Core(
             scheduler, runner, None, vocab_size=VOCAB, max_model_len=64, eos_token_ids=[EOS],
-            seed=0, recorder=Recorder(scheduler, SETTINGS, file, "none"), keeps_latency=True,
+            seed=0, recorder=recorder, keeps_latency=True,
             clock=lambda: now[0],
         )  # fmt: skip
         updates: deque[StreamOutput] = deque()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -93,6 +94,27 @@ def test_the_timeline_has_a_lane_for_each_request(trace: Path):
     tokens = [lane.states.count("=") for lane in timeline.lanes[:2]]
     assert all(29 <= count <= 31 for count in tokens)
     assert 0 < timeline.hit_rate < 1 and max(timeline.occupancy) > 0.8
+
+
+@pytest.mark.parametrize("room", [5000, 0], ids=["a little room", "none"])
+def test_a_full_disk_ends_the_trace_and_no_request(tmp_path: Path, room: int):
+    tiny_model.save_llama(tmp_path)
+    path = tmp_path / "trace.jsonl"
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with LLM(tmp_path, device="cpu", trace=path, num_blocks=4) as llm:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+        try:
+            with pytest.warns(RuntimeWarning, match=f"trace {path} ends here") as warned:
+                outputs = [llm.generate([1, 2], params)[0].outputs[0] for _ in range(2)]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert len(warned) == 1
+        assert [len(output.token_ids) for output in outputs] == [30, 30]
+    if room:
+        assert [event["event"] for event, _ in Replay(path).events()][-1] == "ran"
+    else:
+        assert path.read_bytes() == b""
 
 
 def test_replay_prints_and_draws(trace: Path, tmp_path: Path, capsys):

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import torch
 
@@ -133,7 +133,7 @@ class Parts:
     max_model_len: int
     num_blocks: int
     device: torch.device
-    trace: TextIO | None
+    recorder: Recorder | None
     memory: tuple[MemoryLine, ...]
 
     def close(self) -> None:
@@ -141,8 +141,8 @@ class Parts:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         self.runner.close()
-        if self.trace is not None:
-            self.trace.close()
+        if self.recorder is not None:
+            self.recorder.close()
         device = self.device
         self.__dict__.clear()
         gc.collect()
@@ -203,11 +203,10 @@ def build(
         else:
             decoder = load_decoder(config, gguf or folder, load, progress)
         started = starter.start(decoder)
-    trace = None if options.trace is None else options.trace.open("w", encoding="utf-8")
     scheduler, settings = make_scheduler(started.settings), started.settings
     recorder = None
-    if trace is not None:
-        recorder = Recorder(scheduler, settings, trace, started.machine)
+    if options.trace is not None:
+        recorder = Recorder(scheduler, settings, options.trace, started.machine)
     core = Core(
         scheduler,
         started.runner,
@@ -227,7 +226,7 @@ def build(
         max_model_len=settings["max_model_len"],
         num_blocks=settings["num_blocks"],
         device=device,
-        trace=trace,
+        recorder=recorder,
         memory=started.memory,
     )
 

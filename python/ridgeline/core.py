@@ -124,7 +124,7 @@ class Core:
     def _withdraw(self, request_id: str, seq_ids: list[int]) -> None:
         """Forgets a request that was not queued, or not quite."""
         for seq_id in seq_ids:
-            with suppress(ValueError, OSError):  # not queued; no room for the trace
+            with suppress(ValueError):  # not queued
                 self._finish(seq_id, "abort")
             self._sequences.pop(seq_id, None)
             self._runner.sampling.remove(seq_id)

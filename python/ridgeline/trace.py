@@ -2,16 +2,18 @@
 
 One JSON object a line. ``start`` has the scheduler's settings; ``added``, ``schedule``, ``commit``,
 ``finish``, ``discard`` and ``time_ratio`` are its calls in order, each followed by the decisions
-that it made (lines with an ``index``); ``ran`` has a step's time beside its prediction.
+that it made (lines with an ``index``); ``ran`` has a step's time beside its prediction. A file that
+cannot be written any more (a full disk) ends behind its last whole step, with a warning.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from ridgeline._C import engine
 
@@ -27,10 +29,13 @@ class Recorder:
     """Writes the calls of one scheduler and what came of them."""
 
     def __init__(
-        self, scheduler: engine.Scheduler, settings: dict[str, Any], file: TextIO, machine: str
+        self, scheduler: engine.Scheduler, settings: dict[str, Any], path: Path, machine: str
     ) -> None:
         self._scheduler = scheduler
-        self._file = file
+        self._path = path
+        self._file = path.open("wb", buffering=0)
+        self._size = 0  # of the file, without what a failed write left
+        self._lines: list[str] = []  # of the step that is not over
         self._next = 0
         self._line("start", version=VERSION, machine=machine, settings=settings)
 
@@ -58,7 +63,7 @@ class Recorder:
             tokens=batch.num_tokens,
             decode_tokens=batch.num_decode_tokens,
         )
-        self._file.flush()
+        self._write()
 
     def finished(self, seq_id: int, reason: str) -> None:
         self._line("finish", seq_id=seq_id, reason=reason)
@@ -71,13 +76,34 @@ class Recorder:
     def took(self, padded_tokens: int, ratio: float) -> None:
         self._line("time_ratio", padded_tokens=padded_tokens, ratio=ratio)
 
+    def close(self) -> None:
+        self._write()
+        self._file.close()
+
     def _decisions(self) -> None:
         for decision in self._scheduler.decisions(self._next):
             self._line(**_decision(decision))
             self._next = decision.index + 1
 
     def _line(self, event: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"event": event} | fields) + "\n")
+        if not self._file.closed:
+            self._lines.append(json.dumps({"event": event} | fields) + "\n")
+
+    def _write(self) -> None:
+        data = "".join(self._lines).encode()
+        self._lines.clear()
+        end = self._size + len(data)
+        try:
+            while data:
+                data = data[self._file.write(data) :]
+            self._size = end
+        except OSError as error:
+            with suppress(OSError):  # what cannot be cut, such as a pipe
+                self._file.truncate(self._size)
+            self._file.close()
+            warnings.warn(
+                f"the trace {self._path} ends here: {error}", RuntimeWarning, stacklevel=2
+            )
 
 
 def _decision(decision: engine.Decision) -> dict[str, Any]:
