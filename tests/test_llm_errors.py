@@ -23,6 +23,7 @@ import tiny_model
 from ridgeline import LLM, SamplingParams
 from ridgeline._C import FairLock
 from ridgeline.core import Core
+from ridgeline.outputs import RequestOutput
 from ridgeline.request import Request, Sequence
 from ridgeline.sampler import Sampler
 from tiny_model import one_thread  # noqa: F401
@@ -309,6 +310,41 @@ class Failing:
 
     def fail(self) -> None:
         raise MemoryError("full")
+
+
+def tokens_of(request: RequestOutput) -> list[list[int]]:
+    return [output.token_ids for output in request.outputs]
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "one step ahead"])
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"temperature": 0},
+        {"top_k": 3, "top_p": 0.9, "n": 2},
+        {"frequency_penalty": 0.5, "bad_words": "'", "logprobs": 2, "prompt_logprobs": 1},
+    ],
+    ids=["greedy", "drawn twice", "with penalties and log-probabilities"],
+)
+def test_logits_that_are_nan_end_that_request_alone(
+    llm: LLM, monkeypatch, params: dict[str, Any], ahead: bool
+):
+    others = [[5, 6, 7], [8, 6]]
+    options = [SamplingParams(seed=3, max_tokens=9, ignore_eos=True, **params)] * 3
+    expected = [tokens_of(one) for one in llm.generate(others, options[:2])]
+    monkeypatch.setattr(llm._parts.runner, "asynchronous", ahead)
+    embedding = llm._parts.runner._model.embedding
+    kept = embedding[9].clone()
+    embedding[9] = math.nan
+    try:
+        with pytest.warns(RuntimeWarning, match="logits of request .* are not finite") as warned:
+            first, lost, last = llm.generate([others[0], [1, 9], others[1]], options)
+    finally:
+        embedding[9] = kept
+    assert [one.finish_reason for one in lost.outputs] == ["error"] * options[0].n
+    assert isinstance(lost.error, FloatingPointError) and not lost.outputs[0].token_ids
+    assert len(warned) == 1 and f"request {lost.request_id} " in str(lost.error)
+    assert [tokens_of(first), tokens_of(last)] == expected
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["step by step", "one step ahead"])

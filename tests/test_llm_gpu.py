@@ -69,6 +69,20 @@ def test_several_outputs_begin_at_one_token(folder: Path):
     assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
 
 
+def test_logits_that_are_nan_end_that_request_alone(folder: Path):
+    """The step behind, under way already, embeds the -1 that stands for no token."""
+    with open_llm(folder, batch_invariant=True) as llm:
+        expected = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, SEEDED)]
+        seen = {token for tokens in [*PROMPTS, *expected] for token in tokens}
+        unseen = next(token for token in range(tiny_model.VOCAB) if token not in seen)
+        llm._parts.runner._model.embedding[unseen] = float("nan")
+        with pytest.warns(RuntimeWarning, match="logits of request .* are not finite"):
+            lost, *others = llm.generate([[1, unseen], *PROMPTS], SEEDED)
+        assert llm.stats().used_blocks == 0
+    assert isinstance(lost.error, FloatingPointError) and not lost.outputs[0].token_ids
+    assert [o.outputs[0].token_ids for o in others] == expected
+
+
 def test_steps_are_captured_once_a_bucket(folder: Path):
     with open_llm(folder, enable_prefix_caching=False) as llm:
         llm.generate(PROMPTS, GREEDY)

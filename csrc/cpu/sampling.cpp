@@ -79,7 +79,8 @@ std::int32_t sample_row(const SampleParams& params, std::int64_t row) {
   const auto top = std::max_element(x.begin(), x.end());
   const auto greedy = static_cast<std::int32_t>(top - x.begin());
   const float temperature = params.temperature[row];
-  if (temperature < kGreedyBelow || *top == kNegativeInfinity) return greedy;
+  if (*top == kNegativeInfinity) return -1;
+  if (temperature < kGreedyBelow) return greedy;
 
   const float scale = mass_scale(temperature);
   const std::uint64_t least = least_mass(params.min_p[row]);

@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kSampleThreads, kBlocksOfSm)
   if (!(row.temperature >= kGreedyBelow) || largest == kNegativeInfinity) {
     if (rank != device::id_of_pair(first) / own_groups) return;
     const int id = lowest_id(slice, largest, best, shared);
-    if (threadIdx.x == 0) put_token(params, index, id);
+    if (threadIdx.x == 0) put_token(params, index, largest == kNegativeInfinity ? -1 : id);
     return;
   }
 

@@ -11,7 +11,7 @@ constexpr std::int64_t kMaxVocabulary = 1 << 20;
 ///   otherwise, of exp((x - max x) / temperature), keep what min_p keeps, of that the top_k largest
 ///   (with all that equal the last one), of that the fewest largest that hold top_p of its mass
 ///   (again with equals), and draw: the first id at which the running mass passes random * mass.
-/// A row of -inf gives token 0. Masses are integers (common/sampling.h), so the result does not
+/// A row of -inf gives -1, no token. Masses are integers (common/sampling.h), so the result does not
 /// depend on how the work is split, on the rows beside it or on the device.
 ///
 /// Roofline: reads the logits once, writes nothing to speak of: the cold read of rows * vocab

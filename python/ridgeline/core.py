@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Collection
 from collections.abc import Sequence as SequenceOf
@@ -213,11 +212,16 @@ class Core:
         except Exception as error:
             return self._fail(error)
         self._in_flight.popleft()
+        if min(tokens, default=0) < 0:
+            for seq_id, token in zip(batch.row_seq_ids, tokens, strict=True):
+                if token < 0 and (sequence := self._sequences.get(seq_id)) is not None:
+                    failure = sequence.request.without_token()
+                    self._end(sequence.request, "error", failure)
+                    sequence.request.warn_of(failure)
         delivery = self._delivery = Delivery(batch, result, self._clock())
         if self._unscheduled and batch.num_tokens > batch.num_decode_tokens:
             for seq_id in batch.seq_ids:
-                request = self._unscheduled.pop(seq_id, None)
-                if request is not None:
+                if (request := self._unscheduled.pop(seq_id, None)) is not None:
                     request.output.metrics.first_scheduled_time = start
         self.scheduler.commit(batch, tokens, delivery.outputs)  # there when an interrupt comes
         if self._recorder is not None:
@@ -333,11 +337,7 @@ class Core:
             self._suspects = deque(suspects)
         for request in suspects if len(suspects) == 1 else ():
             self._end(request, "error", error)
-            warnings.warn(
-                f"a step of request {request.output.request_id} raised {error!r}; it ends there",
-                RuntimeWarning,
-                stacklevel=5,
-            )
+            request.warn_of(error)
 
     def _discard(self) -> None:
         """After a failed run: the sequences go back to the queue, no token of theirs is lost."""

@@ -112,8 +112,8 @@ class RequestOutput:
         prompt: the text; None for a prompt given as token ids.
         prompt_logprobs: one entry a prompt token (None for the first, which nothing predicts);
             None if not asked for.
-        error: what the callback, the tokenizer or the request's step raised, if one did; the
-            request was ended then.
+        error: what the callback, the tokenizer or the request's step raised, if one did (logits
+            that are not finite: FloatingPointError); the request was ended then.
     """
 
     request_id: str

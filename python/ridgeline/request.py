@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -103,6 +104,20 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return sum(len(output.token_ids) for output in self.output.outputs)
+
+    def without_token(self) -> FloatingPointError:
+        """For a step in which the sampler had nothing to choose from."""
+        return FloatingPointError(
+            f"the logits of request {self.output.request_id} are not finite: NaN, or with biases "
+            "and bans -inf, throughout"
+        )
+
+    def warn_of(self, error: Exception) -> None:
+        warnings.warn(
+            f"a step of request {self.output.request_id} raised {error!r}; it ends there",
+            RuntimeWarning,
+            stacklevel=6,
+        )
 
     def add_prompt_logprobs(self, result: StepResult, row: int, position: int) -> None:
         """Takes the candidates of a prompt token, once: positions come in order, but after an

@@ -141,7 +141,8 @@ class Sampler:
         first: int,
         last_tokens: Tensor | None = None,
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-        """Tokens of some rows, int32, and their (log-probabilities, ids) if the plan wants any.
+        """Tokens of some rows, int32 (-1: none), and their (log-probabilities, ids) if the plan
+        wants any.
 
         Args:
             logits: ``[rows, vocab]``, rows ``first`` and on of the step.
@@ -175,13 +176,12 @@ class Sampler:
         assert isinstance(tokens, Tensor)
         if plan is None:
             return tokens, None
-        self._note(plan, tokens, first)
+        targets = tokens.clamp(min=0)  # -1, no token, ends a request
+        self._note(plan, targets, first)
         if plan.logprobs is None:
             return tokens, None
-        targets = tokens
         prompt_rows = [row for row in plan.targets if first <= row < first + count]
         if prompt_rows:
-            targets = tokens.clone()
             prompt_tokens = self._int32(plan.targets[row] for row in prompt_rows)
             targets[self._indices(row - first for row in prompt_rows)] = prompt_tokens
         return tokens, ops.top_logprobs(logits, targets, plan.logprobs)

@@ -79,7 +79,10 @@ def _sample(
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     tokens = []
     for row, x in enumerate(adjusted(logits, **adjustments)):
-        if temperature[row] < 1e-5 or bool((x == -math.inf).all()):
+        if bool((x == -math.inf).all()):
+            tokens.append(-1)
+            continue
+        if temperature[row] < 1e-5:
             tokens.append(int(x.argmax()))
             continue
         weights = kept_probabilities(
@@ -88,7 +91,7 @@ def _sample(
         random = philox64(int(seeds[row]), int(positions[row])) / 2**64
         tokens.append(int((weights.cumsum(0) <= random * weights.sum()).sum()))
     chosen = torch.tensor(tokens, dtype=torch.int32)
-    return (chosen, *_top_logprobs(logits, chosen, logprobs)) if logprobs else chosen
+    return (chosen, *_top_logprobs(logits, chosen.clamp(min=0), logprobs)) if logprobs else chosen
 
 
 def _top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:

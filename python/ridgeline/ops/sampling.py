@@ -42,7 +42,8 @@ def sample(
 
     Args:
         logits: ``[rows, vocab]``, float32, float16 or bfloat16; the last dimension contiguous,
-            vocab at most 2**20. NaN counts as -inf; a row of -inf gives token 0.
+            vocab at most 2**20. NaN counts as -inf; a row of nothing else gives -1, which is
+            no token.
         temperature: float32 ``[rows]``, at least 0; below 1e-5 is 0. This one and the next five
             may be one Python number for all rows.
         top_k: int32 ``[rows]``; 0 or -1: off.
@@ -98,7 +99,9 @@ def sample(
         last_tokens,
     )
     changed_in_place(last_tokens)
-    return (tokens, *_ops.top_logprobs(logits, tokens, logprobs)) if logprobs else tokens
+    if not logprobs:
+        return tokens
+    return tokens, *_ops.top_logprobs(logits, tokens.clamp(min=0), logprobs)
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
