@@ -22,7 +22,7 @@ def add_parser(commands: Any) -> None:
     )
     add = parser.add_argument
     add("prompts", nargs="+", metavar="PROMPT", help='text; "-": read stdin')
-    add("--model", required=True, metavar="FOLDER", help="a model in Hugging Face layout")
+    add("--model", required=True, help="a folder in Hugging Face layout, or a GGUF file")
     add(
         "--max-tokens",
         default=128,
