@@ -5,7 +5,22 @@ import torch
 
 from ridgeline import ops
 
+KINDS = ["dense", "fp8", "fp8_fp8", "fp8_blocks", "fp8_fp8_blocks", "int4"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def blocks_of(weight: torch.Tensor, experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 of the rows of all experts and scales of blocks, which differ by powers of two."""
+    pairs = [ops.quantize_fp8(part, "block") for part in weight.chunk(experts)]
+    codes = torch.cat([codes.view(torch.uint8) for codes, _ in pairs]).view(pairs[0][0].dtype)
+    scale = torch.stack([scale for _, scale in pairs])
+    places = torch.arange(scale.numel(), device=scale.device).view_as(scale)
+    return codes, scale * 2.0 ** -(places * 7 % 5 % 3)
+
+
+def expanded(scale: torch.Tensor, N: int, K: int) -> torch.Tensor:
+    """``[experts, N, K]`` of scales of blocks."""
+    return scale.repeat_interleave(128, 1)[:, :N].repeat_interleave(128, 2)[..., :K]
 
 
 def check(kind: str, counts: list[int], N: int, K: int, gated: bool, device: str) -> None:
@@ -30,15 +45,18 @@ def check(kind: str, counts: list[int], N: int, K: int, gated: bool, device: str
         of_experts = ops.Int4Experts.from_rows(packed, experts)
         out = ops.grouped_int4_linear(x, of_experts, offsets, rows=rows, activation=activation)
     else:
-        codes, scale = ops.quantize_fp8(weight, "row")
-        dense, meant, x_scale = codes.float() * scale.view(-1, 1), x.float(), None
-        if kind == "fp8_fp8":
-            x, x_scale = ops.quantize_fp8(x, "row")
-            meant = x.float() * x_scale.view(-1, 1)
+        blocks = "blocks" in kind
+        codes, scale = blocks_of(weight, experts) if blocks else ops.quantize_fp8(weight, "row")
+        whole = expanded(scale, N, K).view(-1, K) if blocks else scale.view(-1, 1)
+        dense, meant, x_scale = codes.float() * whole, x.float(), None
+        if kind.startswith("fp8_fp8"):
+            x, x_scale = ops.quantize_fp8(x, "group" if blocks else "row")
+            wide = x_scale.repeat_interleave(128, 1)[:, :K] if blocks else x_scale.view(-1, 1)
+            meant = x.float() * wide
         out = ops.grouped_fp8_linear(
             x,
             codes.view(experts, N, K),
-            scale.view(experts, N),
+            scale if blocks else scale.view(experts, N),
             offsets,
             rows=rows,
             x_scale=x_scale,
@@ -61,7 +79,7 @@ def check(kind: str, counts: list[int], N: int, K: int, gated: bool, device: str
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_many_rows_end_anywhere_in_a_tile(kind: str, gated: bool, device: str) -> None:
     """y goes 32 rows at a time, or 64 of gated outputs; the last tile of columns is not whole."""
     check(
@@ -70,7 +88,7 @@ def test_many_rows_end_anywhere_in_a_tile(kind: str, gated: bool, device: str) -
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("experts", [9, 128, 150])
 def test_few_rows_of_any_experts(experts: int, kind: str, device: str) -> None:
     """Up to 128 experts of a tile at most each are found in registers, others by a longer way."""
@@ -82,7 +100,7 @@ def test_few_rows_of_any_experts(experts: int, kind: str, device: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K", [640, 1152, 1536, 4608, 8192])
 def test_chunks_of_few_rows_go_round_the_warps(K: int, kind: str, gated: bool) -> None:
     """Strips of 2 to 64 chunks, fewer than the warps that ask for them and more; blocks have two or
@@ -92,7 +110,7 @@ def test_chunks_of_few_rows_go_round_the_warps(K: int, kind: str, gated: bool) -
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8_blocks", "int4"])
 @pytest.mark.parametrize("mean", [9, 16, 22, 30, 44, 60])
 def test_some_rows_meet_tiles_of_as_many(mean: int, kind: str, gated: bool, device: str) -> None:
     """Tiles of 16, 24, 32, 48, 64 and 80 rows; one expert has more rows than its tile."""
@@ -136,7 +154,7 @@ def test_zero_points_of_int4_meet_sums_of_rows(
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("K", [1152, 128])  # a row of 16-bit x is two units, or a part of one
 def test_rows_are_gathered_while_others_are_multiplied(
     K: int, kind: str, gated: bool, device: str
@@ -147,7 +165,7 @@ def test_rows_are_gathered_while_others_are_multiplied(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "fp8", "fp8_fp8", "int4"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("share", [1, 2])  # of the rows: in order by a warp of each block, or ahead
 @pytest.mark.parametrize("K", [1152, 384, 128])  # a tile has more stages than a ring, or fewer
 def test_tiles_of_a_block_follow_each_other(K: int, share: int, kind: str, gated: bool) -> None:
@@ -217,3 +235,44 @@ def test_gathered_rows_follow_what_the_kernel_ahead_writes() -> None:
             x, offsets, rows = written
             out = ops.grouped_int4_linear(x, packed, offsets, rows=rows)
             assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("kind", ["fp8_blocks", "fp8_fp8_blocks"])
+@pytest.mark.parametrize(("N", "K"), [(416, 1104), (72, 80), (1536, 48)])
+@pytest.mark.parametrize("rows", [1, 12, 30, 70, 150])
+def test_last_blocks_of_scales_are_parts(
+    rows: int, N: int, K: int, kind: str, gated: bool, device: str
+) -> None:
+    """Gates end within a block; 72 rows are no whole strips."""
+    check(kind, [rows, 0, rows, rows + 1], N, K, gated, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 4, 15, 40, 100])
+def test_rows_by_blocks_are_those_of_a_float64_product(
+    count: int, dtype: torch.dtype, device: str
+) -> None:
+    experts, N, K = 5, 320, 1408
+    draw = torch.Generator().manual_seed(count)
+    weight = (torch.randn(experts * N, K, generator=draw) / K**0.5).to(device, torch.bfloat16)
+    codes, scale = blocks_of(weight, experts)
+    codes = codes.view(experts, N, K)
+    dense = codes.double() * expanded(scale, N, K).double()
+    x = torch.randn(experts * count, K, generator=draw).to(device, dtype)
+    offsets = torch.arange(experts + 1, dtype=torch.int32, device=device) * count
+    expected = torch.einsum("emk,enk->emn", x.double().view(experts, count, K), dense)
+    outs = [
+        ops.grouped_fp8_linear(x, codes, scale, offsets, batch_invariant=invariant)
+        for invariant in (False, True)
+    ]
+    for out in outs:
+        error = (out.double().view_as(expected) - expected).norm() / expected.norm()
+        assert error < (1.1e-3 if dtype == torch.float16 else 4e-3)
+    few = ops.grouped_fp8_linear(
+        x.view(experts, count, K)[:, 0].contiguous(), codes, scale, offsets // count,
+        batch_invariant=True,
+    )  # fmt: skip
+    assert torch.equal(few, outs[1].view(experts, count, N)[:, 0])

@@ -23,6 +23,19 @@ struct GroupedWeight {
   GemmWeight first;
 };
 
+/// Weights with scales of blocks meet x with scales of groups of columns, others x of rows.
+inline void scale_groups(GemmInput& x, const Tensor& scale, std::int64_t rows,
+                         const GemmWeight& weight) {
+  const bool blocks = weight.scale_layout == ScaleLayout::kBlock;
+  // Of up to 128 columns a group is a row.
+  x.scale_per_group |= blocks && scale.dim() == 2 && scale.size(0) == rows && scale.size(1) == 1;
+  if (x.scale_per_group) x.scale_per_row = false;
+  check(x.scale_per_group == blocks, "x_scale: expected ",
+        blocks ? "one a group of columns of x for a weight_scale of blocks"
+               : "one value or one a row of x",
+        ", got shape ", to_text(scale.sizes()));
+}
+
 inline GroupedGemmParams grouped_params(const Tensor& x, DType dtype, const OptionalTensor& x_scale,
                                         const GroupedWeight& weight,
                                         const GroupedOptions& options) {
@@ -58,8 +71,7 @@ inline GroupedGemmParams grouped_params(const Tensor& x, DType dtype, const Opti
                  .weight = first,
                  .activation = activation_of(options.activation),
                  .batch_invariant = options.batch_invariant};
-  check(!params.gemm.x.scale_per_group, "x_scale: expected one value or one a row of x, got shape ",
-        x_scale ? to_text(x_scale->sizes()) : "");
+  if (x_scale) scale_groups(params.gemm.x, *x_scale, x.size(0), params.gemm.weight);
   check(!is_gated(params.gemm.activation) || N % 2 == 0, "weight: expected an even number of rows ",
         "for activation '", options.activation, "', got ", N);
   if (options.bias) {
@@ -129,9 +141,18 @@ Tensor grouped_fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& w
   if constexpr (Backend::kIsCuda) Expect(weight, "weight").aligned(16);
   const std::int64_t experts = weight.size(0), N = weight.size(1), K = weight.size(2);
   Expect(weight_scale, "weight_scale").dtype(DType::kFloat32).on_device_of(x, "x").contiguous();
-  const bool per_row = weight_scale.dim() == 2;
-  if (per_row) {
+  ScaleLayout layout = ScaleLayout::kTensor;
+  std::int64_t of_expert = 1;
+  if (weight_scale.dim() == 3) {
+    const std::int64_t down = ceil_div<std::int64_t>(N, kScaleBlock);
+    const std::int64_t across = ceil_div<std::int64_t>(K, kScaleBlock);
+    Expect(weight_scale, "weight_scale").shape({experts, down, across});
+    layout = ScaleLayout::kBlock;
+    of_expert = down * across;
+  } else if (weight_scale.dim() == 2) {
     Expect(weight_scale, "weight_scale").shape({experts, N});
+    layout = ScaleLayout::kRow;
+    of_expert = N;
   } else {
     Expect(weight_scale, "weight_scale").shape({experts});
   }
@@ -141,12 +162,12 @@ Tensor grouped_fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& w
        .N = N,
        .K = K,
        .stride_expert = experts > 1 ? weight.stride(0) : N * K,
-       .stride_scales = per_row ? N : 1,
+       .stride_scales = of_expert,
        .first = {.format = WeightFormat::kFp8,
                  .data = weight.data_ptr(),
                  .stride_row = N > 1 ? weight.stride(1) : K,
                  .scales = weight_scale.data_ptr(),
-                 .scale_layout = per_row ? ScaleLayout::kRow : ScaleLayout::kTensor}},
+                 .scale_layout = layout}},
       {offsets, rows, bias, activation, batch_invariant});
   check(!Backend::kIsCuda || K % 16 == 0, "weight: expected columns divisible by 16, got ", K);
   return run_grouped(on, x, params);

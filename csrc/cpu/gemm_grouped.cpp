@@ -1,9 +1,11 @@
 #include "kernels/gemm_grouped.h"
 
+#include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "common/check.h"
+#include "common/math.h"
 
 namespace ridgeline::cpu {
 namespace {
@@ -32,19 +34,23 @@ struct Gathered {
     const std::int64_t stride = p.gemm.x.stride_row * size_of(p.gemm.x.dtype);
     const auto* x = static_cast<const char*>(p.gemm.x.data);
     of_expert.x.data = x + begin * stride;
-    if (p.gemm.x.scale_per_row) of_expert.x.scale = p.gemm.x.scale + begin;
+    const GemmInput& input = p.gemm.x;
+    const std::int64_t each = input.scale_per_group ? ceil_div(p.gemm.K, input.scale_group)
+                              : input.scale_per_row ? 1
+                                                    : 0;
+    if (each > 0) of_expert.x.scale = input.scale + begin * each;
     if (!p.rows) return;
     const std::size_t bytes = p.gemm.K * size_of(p.gemm.x.dtype);
     rows.resize(of_expert.M * bytes);
-    scales.resize(of_expert.M);
+    scales.resize(of_expert.M * each);
     for (std::int64_t i = 0; i < of_expert.M; ++i) {
       const std::int64_t row = p.rows[begin + i];
       std::memcpy(rows.data() + i * bytes, x + row * stride, bytes);
-      if (p.gemm.x.scale_per_row) scales[i] = p.gemm.x.scale[row];
+      std::copy_n(input.scale + row * each, each, scales.begin() + i * each);
     }
     of_expert.x.data = rows.data();
     of_expert.x.stride_row = p.gemm.K;
-    if (p.gemm.x.scale_per_row) of_expert.x.scale = scales.data();
+    if (each > 0) of_expert.x.scale = scales.data();
   }
 };
 

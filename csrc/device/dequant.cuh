@@ -274,7 +274,18 @@ __device__ __forceinline__ std::uint32_t convert_e4m3_pair(std::uint16_t raw) {
   }
 }
 
-/// Four of them.
+/// Two e4m3 values times a float32 factor, each rounded once to T.
+template <class T>
+__device__ __forceinline__ std::uint32_t scale_e4m3_pair(std::uint16_t raw, float factor) {
+  const float2 two = __half22float2(ptx::e4m3x2_to_half2(raw));
+  if constexpr (std::is_same_v<T, __half>) {
+    return as_bits(__floats2half2_rn(two.x * factor, two.y * factor));
+  } else {
+    return as_bits(__floats2bfloat162_rn(two.x * factor, two.y * factor));
+  }
+}
+
+/// Four of them, exactly.
 template <class T>
 __device__ __forceinline__ void convert_e4m3(std::uint32_t word, std::uint32_t (&out)[2]) {
   out[0] = convert_e4m3_pair<T>(static_cast<std::uint16_t>(word));

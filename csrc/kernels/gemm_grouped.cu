@@ -13,7 +13,10 @@ namespace ridgeline {
 namespace {
 
 using namespace gemm_detail;
+using gemm_grouped::expanded_bytes;
+using gemm_grouped::expands_x;
 using gemm_grouped::kMaxExperts;
+using gemm_grouped::of_expanded_x;
 using gemm_grouped::of_expert;
 using gemm_grouped::row_of_x;
 
@@ -313,27 +316,23 @@ void launch_format(const GroupedGemmParams& params, Stream stream) {
 }  // namespace
 
 std::size_t grouped_gemm_workspace_bytes(const GroupedGemmParams& params) {
-  if (gemm_grouped::runs_on_wgmma(params)) return gemm_grouped::sm90_workspace_bytes(params);
-  if (params.gemm.x.dtype != DType::kFloat8E4M3) return 0;
-  return static_cast<std::size_t>(params.x_rows * params.gemm.K) * size_of(params.gemm.dtype);
+  if (expands_x(params))
+    return expanded_bytes(params) + grouped_gemm_workspace_bytes(of_expanded_x(params));
+  return gemm_grouped::runs_on_wgmma(params) ? gemm_grouped::sm90_workspace_bytes(params) : 0;
 }
 
 void grouped_gemm(const GroupedGemmParams& params, Stream stream) {
   check(params.experts <= kMaxExperts, "weight: expected at most ", kMaxExperts, " experts, got ",
         params.experts);
-  if (gemm_grouped::runs_on_wgmma(params)) return gemm_grouped::launch_sm90(params, stream);
-  GroupedGemmParams expanded = params;
-  GemmParams& p = expanded.gemm;
-  if (p.x.dtype == DType::kFloat8E4M3) {
-    GemmParams x = p;
+  if (expands_x(params)) {
+    GemmParams x = params.gemm;
     x.M = params.x_rows;
-    launch_prepare(x, p.workspace, p.K, stream);
-    p.x.data = p.workspace;
-    p.x.dtype = p.dtype;
-    p.x.stride_row = p.K;
+    launch_prepare(x, x.workspace, x.K, stream);
+    return grouped_gemm(of_expanded_x(params), stream);
   }
-  device::dispatch_half(p.dtype, [&](auto type) {
-    launch_format<typename decltype(type)::type>(expanded, stream);
+  if (gemm_grouped::runs_on_wgmma(params)) return gemm_grouped::launch_sm90(params, stream);
+  device::dispatch_half(params.gemm.dtype, [&](auto type) {
+    launch_format<typename decltype(type)::type>(params, stream);
   });
 }
 

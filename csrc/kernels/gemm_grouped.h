@@ -14,7 +14,8 @@ struct GroupedGemmParams {
   GemmParams gemm = {};
   std::int32_t experts = 0;
   std::int64_t stride_expert = 0;         // bytes between the experts' weights
-  std::int64_t stride_scales = 0;         // elements between their scales, and zero points
+  std::int64_t stride_scales = 0;         // elements between their scales, and zero points; e4m3
+                                          // x has scales of groups where these are of blocks
   const std::int32_t* offsets = nullptr;  // [experts + 1], not falling, from 0; or null: of
                                           // one expert, which has all rows
   const std::int32_t* rows = nullptr;     // [S]: the row of x that row s is made of; or null: s

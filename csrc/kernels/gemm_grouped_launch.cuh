@@ -85,6 +85,31 @@ struct Tables {
 /// depend on their number.
 bool runs_on_wgmma(const GroupedGemmParams& params);
 
+/// Whether e4m3 rows of x become 16 bits first: no kernel for experts multiplies sums of 128
+/// columns by scales of both.
+inline bool expands_x(const GroupedGemmParams& params) {
+  const GemmParams& p = params.gemm;
+  return p.x.dtype == DType::kFloat8E4M3 && (p.weight.scale_layout == ScaleLayout::kBlock ||
+                                             !runs_on_wgmma(params));
+}
+
+inline std::size_t expanded_bytes(const GroupedGemmParams& params) {
+  const auto elements = static_cast<std::size_t>(params.x_rows * params.gemm.K);
+  return round_up(elements * size_of(params.gemm.dtype), std::size_t{256});
+}
+
+/// The same product of x in 16 bits, at the start of the workspace.
+inline GroupedGemmParams of_expanded_x(const GroupedGemmParams& params) {
+  GroupedGemmParams expanded = params;
+  GemmParams& p = expanded.gemm;
+  p.x.data = p.workspace;
+  p.x.dtype = p.dtype;
+  p.x.stride_row = p.K;
+  if (p.x.scale_per_group) p.x.scale = nullptr;
+  p.workspace = static_cast<char*>(p.workspace) + expanded_bytes(params);
+  return expanded;
+}
+
 /// Bytes of workspace that launch_sm90() takes.
 std::size_t sm90_workspace_bytes(const GroupedGemmParams& params);
 

@@ -172,12 +172,12 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
       launch, "grouped_linear");
 }
 
-template <class T, WeightFormat kFormat, int kRows, Int4As kAs>
+template <class T, WeightFormat kFormat, int kRows, Int4As kAs, bool kBlocks = false>
 void launch_some_of(const GroupedGemmParams& params, Stream stream) {
   if constexpr (kFormat == WeightFormat::kInt4)
     if (is_gated(params.gemm.activation))
       return launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, true}>>(params, stream);
-  launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, false}>>(params, stream);
+  launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, false}, kBlocks>>(params, stream);
 }
 
 /// Int4 of groups of 128 columns.
@@ -191,7 +191,7 @@ void launch_groups(const GroupedGemmParams& params, Stream stream) {
 
 /// Tiles of as many rows as nearly all experts have, where rows are dealt at random. A kernel each:
 /// where one had several loops ptxas had no registers for wgmma that run while others are prepared.
-template <class T, WeightFormat kFormat>
+template <class T, WeightFormat kFormat, bool kBlocks>
 void launch_some(const GroupedGemmParams& params, Stream stream) {
   const float most = most_rows(params);
   if constexpr (kFormat == WeightFormat::kInt4) {
@@ -205,25 +205,26 @@ void launch_some(const GroupedGemmParams& params, Stream stream) {
   }
   if constexpr (kFormat == WeightFormat::kInt4)  // 144 tokens of 14336 x 4096: 119 us, by 64 113
     if (most <= 46) return launch_some_of<T, kFormat, 48, Int4As::kScaled>(params, stream);
-  if (most <= 64) return launch_some_of<T, kFormat, 64, Int4As::kScaled>(params, stream);
-  launch_some_of<T, kFormat, 80, Int4As::kScaled>(params, stream);
+  if (most <= 64) return launch_some_of<T, kFormat, 64, Int4As::kScaled, kBlocks>(params, stream);
+  launch_some_of<T, kFormat, 80, Int4As::kScaled, kBlocks>(params, stream);
 }
 
-template <class T, class X, WeightFormat kFormat>
+template <class T, class X, WeightFormat kFormat, bool kBlocks = false>
 void launch_x(const GroupedGemmParams& params, Stream stream) {
   if constexpr (kFormat == WeightFormat::kDense)
     if (params.segments > 1) return launch_tiles<Tile<T, X, kFormat, 2, 192>>(params, stream);
   if (is_for_digits(params)) return launch_digits(params, stream);
   if (is_for_strips(params)) return launch_expert_strips(params, stream);
   if constexpr (expands<X>(kFormat))
-    if (has_some_rows(params)) return launch_some<T, kFormat>(params, stream);
+    if (has_some_rows(params)) return launch_some<T, kFormat, kBlocks>(params, stream);
   if constexpr (kFormat != WeightFormat::kInt4)
     if (has_few_rows(params))
-      return launch_tiles<Tile<T, X, kFormat, expands<X>(kFormat) ? 2 : 1, 32>>(params, stream);
+      return launch_tiles<
+          Tile<T, X, kFormat, expands<X>(kFormat) ? 2 : 1, 32, Int4Way{}, kBlocks>>(params, stream);
   if constexpr (sizeof(X) == 1)
     if (has_tall_tiles(params))
       return launch_tiles<Tile<T, X, kFormat, 2, kTallRows>>(params, stream);
-  launch_tiles<Tile<T, X, kFormat, 2, kManyRows>>(params, stream);
+  launch_tiles<Tile<T, X, kFormat, 2, kManyRows, Int4Way{}, kBlocks>>(params, stream);
 }
 
 template <class T>
@@ -234,6 +235,8 @@ void launch_format(const GroupedGemmParams& params, Stream stream) {
     case WeightFormat::kInt4: return launch_x<T, T, WeightFormat::kInt4>(params, stream);
     case WeightFormat::kFp8:
       if (fp8_x) return launch_x<T, std::uint8_t, WeightFormat::kFp8>(params, stream);
+      if (params.gemm.weight.scale_layout == ScaleLayout::kBlock)
+        return launch_x<T, T, WeightFormat::kFp8, true>(params, stream);
       return launch_x<T, T, WeightFormat::kFp8>(params, stream);
     case WeightFormat::kInt8: break;  // no op has experts of it
   }

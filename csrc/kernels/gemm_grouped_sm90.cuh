@@ -44,8 +44,9 @@ struct Int4Way {
 
 /// kConsumers_ warpgroups of 64 weight rows each by up to kRows_ rows of x: of few rows one or two,
 /// of some four, of many two. X: T, or std::uint8_t, which stands for e4m3.
+/// kBlocks_: of fp8 that is expanded, whether its scales are of blocks.
 template <class T_, class X_, WeightFormat kFormat_, int kConsumers_, int kRows_,
-          Int4Way kWay_ = Int4Way{}>
+          Int4Way kWay_ = Int4Way{}, bool kBlocks_ = false>
 struct Tile {
   using T = T_;
   using X = X_;
@@ -54,6 +55,7 @@ struct Tile {
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
   static constexpr bool kExpands = expands<X>(kFormat);
   static constexpr Int4Way kWay = kWay_;
+  static constexpr bool kBlocks = kBlocks_;
   static constexpr int kConsumers = kConsumers_, kRows = kRows_;
   static constexpr bool kSome = kConsumers == 4;
   static constexpr bool kInOrder = kRows > 32 && !kSome;  // of many rows

@@ -19,7 +19,7 @@ __device__ __forceinline__ void consume(const Launch& launch, Shared<Tile>& shar
       const int r = min(me.thread, item.rows - 1);
       x_scale = p.x.scale[p.x.scale_per_row ? row_of_x(launch.grouped, item.row0 + r) : 0];
     }
-    multiply_rows<Tile>(launch, shared, ring, sums, item.rows, me);
+    multiply_rows<Tile>(launch, shared, ring, sums, item, me);
     if (Tile::kFp8X && me.thread < Tile::kRows) shared.x_scale[0][me.thread] = x_scale;
     const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)) + kWarpgroup);
     store_tile<Tile>(launch, shared, item, sums, shared.x_scale[0], factors, here);
@@ -39,7 +39,7 @@ __device__ __forceinline__ void consume_planned(const Launch& launch, Shared<Til
     const Item item = planned.items[at];
     if (item.rows == 0) break;
     Sums<Tile> sums;
-    multiply_rows<Tile>(launch, shared, ring, sums, item.rows, me);
+    multiply_rows<Tile>(launch, shared, ring, sums, item, me);
     const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)) + kWarpgroup);
     const int row = here.warpgroup * kWarpgroupRows + here.warp * 16 + here.quad;
     RowFactors<typename Tile::T> factors;

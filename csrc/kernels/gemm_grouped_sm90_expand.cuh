@@ -12,6 +12,57 @@ namespace ridgeline::gemm_grouped {
 
 using Fragment = std::uint32_t[4];  // 16 weight rows a warp, 16 columns of K, as wgmma's A
 
+/// Scales of the blocks that the thread's two weight rows are in. Those of the next columns are
+/// asked for, of L2, as offsets are, while others are multiplied.
+struct BlockScales {
+  static constexpr int kStages = 2;  // that a block's columns are
+  int ends[2];  // where scales of the rows end
+  int left;     // stages
+  float now[2], next[2];
+
+  /// n: the two rows, of the weight of `expert`; past its last one that one's.
+  __device__ __forceinline__ BlockScales(const GroupedGemmParams& params, int expert,
+                                         const int (&n)[2]) {
+    const GemmParams& p = params.gemm;
+    const int blocks = ceil_div(p.K, kScaleBlock);
+    left = blocks * kStages;
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      ends[r] = expert * static_cast<int>(params.stride_scales) +
+                (min(n[r], p.N - 1) / kScaleBlock + 1) * blocks;
+    load(p);
+  }
+
+  __device__ __forceinline__ void load(const GemmParams& p) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      next[r] = __ldcg(static_cast<const float*>(p.weight.scales) + ends[r] - left / kStages);
+  }
+
+  /// One stage further.
+  __device__ __forceinline__ void advance(const GemmParams& p) {
+    if (left-- % kStages != 0) return;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) now[r] = next[r];
+    if (left > kStages) load(p);
+  }
+};
+struct NoBlockScales {
+  __device__ __forceinline__ NoBlockScales(const GroupedGemmParams&, int, const int (&)[2]) {}
+};
+
+/// The thread's weight rows: neighbours, eight apart, or a gate and its up row.
+template <class Tile>
+__device__ __forceinline__ void find_rows(int (&n)[2], const GemmParams& p, const Item& item,
+                                          const Consumer& me) {
+  const int row = me.warpgroup * kWarpgroupRows + me.warp * 16;
+  const int gate = (item.column * Tile::kCols + row) / 2 + me.quad;
+  const int plain = item.column * Tile::kCols + row + me.quad;
+  const bool gated = is_gated(p.activation);
+  n[0] = gated ? gate : plain;
+  n[1] = gated ? gate + p.N / 2 : plain + 8;
+}
+
 /// What a warp holds of a stage while it expands it. Its rows lane / 4 and lane / 4 + 8 are two
 /// weight rows, or a gate and its up row.
 template <class Tile>
@@ -21,8 +72,20 @@ struct Weights {
   Shared<Tile>& shared;
   const Launch& launch;
   Consumer me;
+  std::conditional_t<Tile::kBlocks, BlockScales, NoBlockScales> blocks;
   std::uint32_t words[2][kSteps];          // int4
   device::Pair<T> scale[2], zero[2];       // int4
+
+  __device__ __forceinline__ Weights(const Launch& launch, Shared<Tile>& shared, const Item& item,
+                                     const Consumer& me)
+      : shared(shared), launch(launch), me(me), blocks(blocks_of(launch, item, me)) {}
+
+  __device__ __forceinline__ static auto blocks_of(const Launch& launch, const Item& item,
+                                                   const Consumer& me) {
+    int n[2] = {};
+    if constexpr (Tile::kBlocks) find_rows<Tile>(n, launch.grouped.gemm, item, me);
+    return decltype(blocks)(launch.grouped, item.expert, n);
+  }
 
   __device__ __forceinline__ const std::uint8_t* weight_of(int stage) const {
     return Stage<Tile>(launch, shared, stage).weight();
@@ -44,6 +107,10 @@ struct Weights {
 
   /// Stage `stage` is in.
   __device__ __forceinline__ void load(int stage) {
+    if constexpr (Tile::kBlocks) {
+      static_assert(BlockScales::kStages * Tile::kDepth == kScaleBlock);
+      blocks.advance(launch.grouped.gemm);
+    }
     if constexpr (Tile::kInt4) {
       const bool gated = is_gated(launch.grouped.gemm.activation);
       const int strip = me.warpgroup * 4 + me.warp;
@@ -76,9 +143,14 @@ struct Weights {
         const std::uint8_t* at = weight_of(stage) + (first + me.quad + 8 * r) * Tile::kDepth +
                                  (step ^ (me.quad / 2)) * kVector + me.in_quad * 2;
 #pragma unroll
-        for (int h = 0; h < 2; ++h)
-          to[2 * h + r] = device::convert_e4m3_pair<T>(
-              *reinterpret_cast<const std::uint16_t*>(at + h * 8));
+        for (int h = 0; h < 2; ++h) {
+          const auto pair = *reinterpret_cast<const std::uint16_t*>(at + h * 8);
+          if constexpr (Tile::kBlocks) {
+            to[2 * h + r] = device::scale_e4m3_pair<T>(pair, blocks.now[r]);
+          } else {
+            to[2 * h + r] = device::convert_e4m3_pair<T>(pair);
+          }
+        }
       }
     }
   }

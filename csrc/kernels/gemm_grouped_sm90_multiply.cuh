@@ -38,13 +38,13 @@ __device__ __forceinline__ void multiply(float (&sums)[kPieces][kEights][4], std
 /// expanded.
 template <class Tile, int kN>
 __device__ __forceinline__ void multiply_stages(const Launch& launch, Shared<Tile>& shared,
-                                                Ring& ring, Sums<Tile>& sums,
+                                                Ring& ring, Sums<Tile>& sums, const Item& item,
                                                 const Consumer& me, int steps) {
   using T = typename Tile::T;
   const auto release = [&](int stage) {
     if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
   };
-  Weights<Tile> weights{.shared = shared, .launch = launch, .me = me};
+  Weights<Tile> weights(launch, shared, item, me);
   int before = -1;
   const auto take = [&](Fragment (&fragments)[kSteps]) {
     const int s = ring.stage;
@@ -91,9 +91,9 @@ __device__ __forceinline__ void multiply_stages(const Launch& launch, Shared<Til
 /// fp8 by some rows of x: as multiply_stages, two by two, of which launch.steps is a multiple.
 template <class Tile>
 __device__ __forceinline__ void multiply_pairs(const StageWalk<Tile>& walk, Sums<Tile>& all,
-                                               const Consumer& me) {
+                                               const Item& item, const Consumer& me) {
   auto& sums = reinterpret_cast<float(&)[Tile::kRows / 8][4]>(all);
-  Weights<Tile> weights{.shared = walk.shared, .launch = walk.launch, .me = me};
+  Weights<Tile> weights(walk.launch, walk.shared, item, me);
   BoxFragments a[2];
   int last = -1;  // stage whose product still runs
 #pragma unroll 1
@@ -102,6 +102,7 @@ __device__ __forceinline__ void multiply_pairs(const StageWalk<Tile>& walk, Sums
     for (int i = 0; i < 2; ++i) {
       const Stage<Tile> stage = walk.wait();
       const int s = walk.ring.stage;
+      weights.load(s);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) weights.expand(a[i][step], s, step);
       multiply_box<typename Tile::T, Tile::kRows>(sums, a[i], stage.x(), true);
@@ -123,7 +124,7 @@ constexpr int kInFlight = 2;  // steps that are multiplied while others are expa
 template <class Tile, int kN>
 __device__ __forceinline__ void multiply_expanded(const Launch& launch, Shared<Tile>& shared,
                                                   Ring& ring, Sums<Tile>& sums,
-                                                  const Consumer& me) {
+                                                  const Item& item, const Consumer& me) {
   const auto release = [&](int stage) {
     if (me.thread == 0) ptx::mbarrier_arrive(&shared.free[stage]);
   };
@@ -131,7 +132,7 @@ __device__ __forceinline__ void multiply_expanded(const Launch& launch, Shared<T
     ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
     if (!launch.in_order) ptx::fence_async_shared();  // x came by ordinary copies
   };
-  Weights<Tile> weights{.shared = shared, .launch = launch, .me = me};
+  Weights<Tile> weights(launch, shared, item, me);
   Fragment fragments[kSteps];
   wait();
   weights.load(ring.stage);
@@ -227,7 +228,7 @@ __device__ __forceinline__ void multiply_codes(const Launch& launch, Shared<Tile
 
 template <class Tile, int kN>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
-                                              Ring& ring, Sums<Tile>& sums,
+                                              Ring& ring, Sums<Tile>& sums, const Item& item,
                                               const Consumer& me) {
   if constexpr (Tile::kFp8X) {
     constexpr int kAddEvery = 2;
@@ -236,22 +237,22 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>
       multiply_codes<Tile, kN, kAddEvery>(launch, shared, ring, sums, me);
     if (k < launch.steps) multiply_codes<Tile, kN, 1>(launch, shared, ring, sums, me);
   } else if constexpr (Tile::kExpands && Tile::kInOrder) {
-    multiply_expanded<Tile, kN>(launch, shared, ring, sums, me);
+    multiply_expanded<Tile, kN>(launch, shared, ring, sums, item, me);
   } else {
-    multiply_stages<Tile, kN>(launch, shared, ring, sums, me, launch.steps);
+    multiply_stages<Tile, kN>(launch, shared, ring, sums, item, me, launch.steps);
   }
 }
 
 /// Products of an item's rows, and of those behind them to a whole piece or to all of the tile.
 template <class Tile, int kN = kPieceRows>
 __device__ __forceinline__ void multiply_whole(const Launch& launch, Shared<Tile>& shared,
-                                               Ring& ring, Sums<Tile>& sums, int rows,
+                                               Ring& ring, Sums<Tile>& sums, const Item& item,
                                                const Consumer& me) {
   if constexpr (kN < Tile::kRows) {
     constexpr int kNext = std::min(kN + kPieceRows, Tile::kRows);
-    if (rows > kN) return multiply_whole<Tile, kNext>(launch, shared, ring, sums, rows, me);
+    if (item.rows > kN) return multiply_whole<Tile, kNext>(launch, shared, ring, sums, item, me);
   }
-  multiply_tile<Tile, kN>(launch, shared, ring, sums, me);
+  multiply_tile<Tile, kN>(launch, shared, ring, sums, item, me);
 }
 
 template <class Tile>
@@ -269,14 +270,14 @@ __device__ __forceinline__ void clear(Sums<Tile>& sums) {
 template <class Tile>
 __device__ __forceinline__ void multiply_segments(const Launch& launch, Shared<Tile>& shared,
                                                   Ring& ring, Sums<Tile>& sums,
-                                                  const Consumer& me) {
+                                                  const Item& item, const Consumer& me) {
   const int segments = launch.grouped.segments;
   clear<Tile>(sums);
 #pragma unroll 1
   for (int s = 0; s < segments; ++s) {
     Sums<Tile> part;
     clear<Tile>(part);
-    multiply_stages<Tile, Tile::kRows>(launch, shared, ring, part, me,
+    multiply_stages<Tile, Tile::kRows>(launch, shared, ring, part, item, me,
                                        gemm_config::stages_of(launch.steps, segments, s).count);
 #pragma unroll
     for (int i = 0; i < Tile::kRows / 2; ++i) {
@@ -289,21 +290,21 @@ __device__ __forceinline__ void multiply_segments(const Launch& launch, Shared<T
 template <class Tile>
 __device__ __forceinline__ void multiply_rows(const Launch& launch, Shared<Tile>& shared,
                                               Ring& ring, Sums<Tile>& sums,
-                                              int rows, const Consumer& me) {
+                                              const Item& item, const Consumer& me) {
   if constexpr (Tile::kSegments) {
-    multiply_segments<Tile>(launch, shared, ring, sums, me);
+    multiply_segments<Tile>(launch, shared, ring, sums, item, me);
   } else if constexpr (Tile::kSome && Tile::kInt4) {
     clear<Tile>(sums);
     multiply_int4<Tile>({launch, shared, ring}, sums, me);
   } else if constexpr (Tile::kSome) {
     clear<Tile>(sums);
-    multiply_pairs<Tile>({launch, shared, ring}, sums, me);
+    multiply_pairs<Tile>({launch, shared, ring}, sums, item, me);
   } else if constexpr (!Tile::kInOrder) {
     clear<Tile>(sums);
-    multiply_tile<Tile, Tile::kRows>(launch, shared, ring, sums, me);
+    multiply_tile<Tile, Tile::kRows>(launch, shared, ring, sums, item, me);
   } else {
     clear<Tile>(sums);
-    multiply_whole<Tile>(launch, shared, ring, sums, rows, me);
+    multiply_whole<Tile>(launch, shared, ring, sums, item, me);
   }
 }
 

@@ -174,7 +174,8 @@ __device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared)
   const GroupedGemmParams& grouped = launch.grouped;
   const GemmParams& p = grouped.gemm;
   const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
-  const bool gated = is_gated(p.activation), fp8 = Tile::kFormat == WeightFormat::kFp8;
+  const bool gated = is_gated(p.activation);
+  constexpr bool kScaled = Tile::kFormat == WeightFormat::kFp8 && !Tile::kBlocks;
   auto& planned = shared.planned;
   // Biases and scales are read through L1, which may have older ones until those ahead are done. x
   // is not there before, either.
@@ -204,7 +205,7 @@ __device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared)
       const bool inside = n < p.N;
       const std::int64_t at = std::int64_t{item.expert} * p.N + n;
       Column& column = planned.columns[turn % 2][c];
-      if (fp8 && inside) {
+      if (kScaled && inside) {
         const bool of_row = p.weight.scale_layout == ScaleLayout::kRow;
         ptx::copy_async_4(&column.scale, static_cast<const float*>(p.weight.scales) +
                                              (of_row ? at : item.expert), true);

@@ -12,12 +12,12 @@ struct RowFactors {
   float scale[2] = {1.0f, 1.0f}, bias[2] = {-0.0f, -0.0f};
 
   __device__ __forceinline__ void load(const GemmParams& p, int expert, const int (&n)[2]) {
-    const bool fp8 = p.weight.format == WeightFormat::kFp8;
+    const bool scales = p.weight.scales_products();
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if (n[r] >= p.N) continue;
       const std::int64_t at = std::int64_t{expert} * p.N + n[r];
-      if (fp8)
+      if (scales)
         scale[r] = static_cast<const float*>(
             p.weight.scales)[p.weight.scale_layout == ScaleLayout::kRow ? at : expert];
       if (p.bias) bias[r] = device::to_float(static_cast<const T*>(p.bias)[at]);
@@ -38,16 +38,13 @@ struct RowFactors {
   }
 };
 
-/// Of the thread's weight rows: neighbours, eight apart, or a gate and its up row.
+/// Of the thread's weight rows.
 template <class Tile>
 __device__ __forceinline__ void load_factors(RowFactors<typename Tile::T>& factors,
                                              const GemmParams& p, const Item& item,
                                              const Consumer& me) {
-  const int row = me.warpgroup * kWarpgroupRows + me.warp * 16;
-  const int gate = (item.column * Tile::kCols + row) / 2 + me.quad;
-  const int plain = item.column * Tile::kCols + row + me.quad;
-  const bool gated = is_gated(p.activation);
-  const int n[2] = {gated ? gate : plain, gated ? gate + p.N / 2 : plain + 8};
+  int n[2];
+  find_rows<Tile>(n, p, item, me);
   factors.load(p, item.expert, n);
 }
 

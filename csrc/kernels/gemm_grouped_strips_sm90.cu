@@ -16,7 +16,7 @@ namespace {
 /// for them. Where a block comes to rows that are not there those that multiply stage them, while
 /// the rings are on their way.
 /// Roofline: the bytes of the weights of the experts that have rows; x comes from L2, once a block.
-template <class T, class E, WeightFormat kFormat, bool kFp8X>
+template <class T, class E, WeightFormat kFormat, bool kFp8X, bool kBlocks>
 __global__ void __launch_bounds__(kStripThreads, 1)
     grouped_strips_kernel(const __grid_constant__ GroupedStripsParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
@@ -89,6 +89,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       continue;
     }
     float* mine = sums_of(sums_at, launch, strip) + warp * each;
+    const int row = walk.weight_row();
     Sums<E> whole;  // dense
     float sums[4] = {};
     for (; chunk < launch.chunks; chunk += kWarps) {
@@ -99,6 +100,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         for (int i = 0; i < 2; ++i)
           of_x[i] = units[chunk * row_tile + rows.first - staged +
                           min(lane % 4 * 2 + i, rows.count - 1)];
+      float of_box[kBoxes];  // scales of blocks
+      if constexpr (kBlocks) load_scales(of_box, launch.grouped, rows.expert, row, chunk);
       ptx::mbarrier_wait(&shared.full[warp][stage], parity);
       if constexpr (kFp8) {
         Sums<E> parts[kBoxes];
@@ -107,7 +110,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         for (int box = 0; box < kBoxes; ++box)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            sums[i] += (kUnits<T, E, kFp8X> ? of_x[i % 2] : 1.0f) * parts[box].get(i);
+            sums[i] += (kUnits<T, E, kFp8X> ? of_x[i % 2] : 1.0f) * (kBlocks ? of_box[box] : 1.0f) *
+                       parts[box].get(i);
       } else {
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box)
@@ -206,7 +210,7 @@ Sizes sizes_of(const GroupedGemmParams& params) {
   return {launch, pitch, stages, others + std::int64_t{stages} * kStageBytes};
 }
 
-template <class T, class E, WeightFormat kFormat, bool kFp8X>
+template <class T, class E, WeightFormat kFormat, bool kFp8X, bool kBlocks = false>
 void launch(const GroupedGemmParams& params, Stream stream) {
   const Sizes sizes = sizes_of(params);
   const int pieces = ceil_div(params.gemm.K, kPieceCols);
@@ -216,7 +220,7 @@ void launch(const GroupedGemmParams& params, Stream stream) {
                                      .pieces = pieces,
                                      .stages = sizes.stages,
                                      .by_pieces = device::Divisor::of(pieces)};
-  constexpr auto kKernel = grouped_strips_kernel<T, E, kFormat, kFp8X>;
+  constexpr auto kKernel = grouped_strips_kernel<T, E, kFormat, kFp8X, kBlocks>;
   device::launch_chained<kKernel>(dim3(device::multiprocessors()), dim3(kStripThreads),
                                   sizes.bytes, stream, launched, "grouped_linear: strips");
 }
@@ -228,6 +232,8 @@ void launch_strips_of(const GroupedGemmParams& params, Stream stream) {
     return launch<T, T, WeightFormat::kDense, false>(params, stream);
   if (p.x.dtype == DType::kFloat8E4M3)
     return launch<T, __half, WeightFormat::kFp8, true>(params, stream);
+  if (p.weight.scale_layout == ScaleLayout::kBlock)
+    return launch<T, __half, WeightFormat::kFp8, false, true>(params, stream);
   launch<T, __half, WeightFormat::kFp8, false>(params, stream);
 }
 

@@ -47,6 +47,19 @@ __device__ __forceinline__ void request_chunk(const GroupedStripsParams& params,
                         (at.chunk * kBoxes + box) * kBoxCols<kFormat>, row, expert, 0, policy);
 }
 
+/// Of a chunk's boxes, for 16 weight rows from `row` on. Boxes are as wide as blocks.
+__device__ __forceinline__ void load_scales(float (&of_box)[kBoxes],
+                                            const GroupedGemmParams& params, int expert, int row,
+                                            int chunk) {
+  static_assert(kBoxCols<WeightFormat::kFp8> == kScaleBlock);
+  const int blocks = ceil_div(params.gemm.K, kScaleBlock);
+  const float* scales = static_cast<const float*>(params.gemm.weight.scales) +
+                        expert * params.stride_scales + row / kScaleBlock * blocks;
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box)
+    of_box[box] = scales[min(chunk * kBoxes + box, blocks - 1)];
+}
+
 /// Up to kCount pieces of rows of x, kWarps apart, of `all`, to shared memory in E, zero from K on.
 /// `row` is the row of x that the lane's row of y is made of.
 template <class T, class E, bool kFp8X, int kCount>

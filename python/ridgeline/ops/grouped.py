@@ -135,11 +135,15 @@ def grouped_fp8_linear(
 
     Args:
         x: ``[rows of x, K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded
-            to its dtype; or float8_e4m3fn with ``x_scale``: products of codes.
+            to its dtype; or float8_e4m3fn with ``x_scale``: products of codes, or, by scales of
+            blocks, of both expanded.
         weight: ``[experts, N, K]``, float8_e4m3fn; last dimension contiguous. On CUDA K is
             divisible by 16.
-        weight_scale: float32, ``[experts]`` or ``[experts, N]``.
-        x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
+        weight_scale: float32, ``[experts]`` or ``[experts, N]``, applied to the product; or
+            ``[experts, ceil(N / 128), ceil(K / 128)]``, one a 128 x 128 block, applied to the
+            weight, on CUDA rounded to the output's dtype, or, of few rows on Hopper, to sums.
+        x_scale: float32, for a float8 ``x`` only: one value or one a row of ``x``; by scales of
+            blocks ``[rows of x, ceil(K / 128)]`` or ``[rows of x, ceil(K / 256)]``.
         out_dtype: of the result; None: that of ``x``, or bfloat16 for a float8 ``x``.
         offsets, rows, bias, activation, batch_invariant: as in :func:`grouped_linear`.
 
@@ -149,8 +153,7 @@ def grouped_fp8_linear(
     Raises:
         ValueError: dtype, device or shape differ from the above; the message names the argument.
     """
-    dtype = _out_dtype(x, out_dtype)
-    name = str(dtype).removeprefix("torch.")
+    name = str(_out_dtype(x, out_dtype)).removeprefix("torch.")
     out = _ops.grouped_fp8_linear(
         x,
         weight,
@@ -303,8 +306,7 @@ def _(
     **_unused: object,
 ) -> Cost:
     experts, N, K = weight.shape
-    element = x.element_size()
-    unit = "fp32" if x.dtype == torch.float32 else "bf16"
+    element, unit = x.element_size(), "fp32" if x.dtype == torch.float32 else "bf16"
     others = (offsets, rows, bias)
     return _cost(x, experts, N * K * element, (N, K), element, others, activation, unit)
 
@@ -345,5 +347,4 @@ def _(
     experts = len(weight.packed)
     of_one = nbytes(weight.packed, weight.scales, weight.zeros) / max(experts, 1)
     shape, element = (weight.N, weight.K), weight.scales.element_size()
-    others = (offsets, rows, bias)
-    return _cost(x, experts, of_one, shape, element, others, activation, "bf16")
+    return _cost(x, experts, of_one, shape, element, (offsets, rows, bias), activation, "bf16")
