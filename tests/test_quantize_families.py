@@ -13,6 +13,7 @@ import tiny_model
 from ridgeline import quantize_checkpoint
 from ridgeline._quantize.folding import Fold, LayerWeights, folds_of
 from ridgeline.models.config import ModelConfig
+from ridgeline.models.expert_linear import Fp8ExpertLinear
 from ridgeline.models.loader import LoadOptions, assemble, build_decoder, load_decoder
 from ridgeline.models.weights import Checkpoint, parameters
 from test_models import load, logits_of
@@ -115,3 +116,22 @@ def test_experts_without_a_product_stay_as_they_are(tmp_path: Path):
     while_loading = load_decoder(ModelConfig.from_path(tmp_path / "in"), tmp_path / "in", options)
     expected = logits_of(while_loading, PROMPT, torch.float32)
     assert torch.equal(logits_of(load(tmp_path / "out"), PROMPT, torch.float32), expected)
+
+
+def test_experts_of_blocks_stay_in_eight_bits(tmp_path: Path):
+    tiny_model.save_model(
+        tmp_path / "in", "qwen3_moe", initializer_range=0.1, hidden_size=128, num_experts=4,
+        num_experts_per_tok=2, moe_intermediate_size=128, num_key_value_heads=4,
+    )  # fmt: skip
+    out = tmp_path / "out"
+    blocks = {"scheme": "fp8", "granularity": "block", "device": "cpu"}
+    assert quantize_checkpoint(tmp_path / "in", out, **blocks).matrices == 2 * (4 + 3 * 4)
+    made, plain = load(out), load(tmp_path / "in")
+    experts, dense = made.layers[0].experts, plain.layers[0].experts
+    assert isinstance(experts.up, Fp8ExpertLinear) and experts.up.scale.shape == (4, 2, 1)
+    assert isinstance(experts.down, Fp8ExpertLinear) and experts.down.scale.shape == (4, 1, 1)
+    x, offsets = torch.randn(9, 128), torch.tensor([0, 4, 4, 7, 9], dtype=torch.int32)
+    for product, meant in ((experts.up, dense.up), (experts.down, dense.down)):
+        expected = meant(x, offsets, None, None)
+        actual = product(x, offsets, None, None)
+        assert (actual - expected).norm() < 0.04 * expected.norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -415,6 +416,60 @@ def test_stored_experts_keep_their_codes():
             inputs = taken.float() * scale.reshape(-1, 1)
         expected = ops.grouped_linear(inputs, dense, offsets)
         torch.testing.assert_close(made(x, offsets, None, None), expected, rtol=1e-5, atol=1e-5)
+
+
+def save_block_experts(folder: Path, plain: Path) -> None:
+    """A tiny Qwen3-MoE whose experts are e4m3 with scales of blocks, and the values they mean."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "head_dim": 32, "num_experts": 5}
+    tiny_model.save_model(plain, "qwen3_moe", num_experts_per_tok=2, **sizes)
+    shutil.copytree(plain, folder)
+    tensors, draw = load_file(plain / "model.safetensors"), torch.Generator().manual_seed(1)
+    stored, write = dict(tensors), quantized_files.fp8_blocks(128)
+    names = [name for name in tensors if ".experts." in name]
+    assert len(names) == 2 * 5 * 3
+    for name in names:
+        written, tensors[name] = write(*stored.pop(name).shape, draw)
+        stored |= {f"{name.removesuffix('weight')}{end}": t for end, t in written.items()}
+    save_file(tensors, plain / "model.safetensors")
+    save_file(stored, folder / "model.safetensors")
+    config = quantized_files.BLOCKS | {"weight_block_size": [128, 128]}
+    tiny_model.edit_json(folder / "config.json", quantization_config=config)
+
+
+def test_experts_with_scales_of_blocks_stay_in_eight_bits(tmp_path: Path):
+    save_block_experts(tmp_path / "blocks", tmp_path / "plain")
+    decoder, plain = load(tmp_path / "blocks"), load(tmp_path / "plain")
+    for layer, meant in zip(decoder.layers, plain.layers, strict=True):
+        for made, dense in ((layer.experts.up, meant.experts.up),
+                            (layer.experts.down, meant.experts.down)):  # fmt: skip
+            assert isinstance(made, Fp8ExpertLinear) and made.unit == "bf16"
+            N, K = made.weight.shape[1:]
+            assert made.scale.shape == (5, N // 128, K // 128)
+            scale = made.scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+            assert torch.equal(made.weight.float() * scale, dense.weight)
+    expected = logits_of(plain, PROMPT, torch.float32)
+    actual = logits_of(decoder, PROMPT, torch.float32)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.gpu
+def test_the_gpu_multiplies_experts_with_scales_of_blocks(tmp_path: Path):
+    save_block_experts(tmp_path / "blocks", tmp_path / "plain")
+    made = load(tmp_path / "blocks", torch.bfloat16, "cuda").layers[0].experts
+    plain = load(tmp_path / "plain", torch.bfloat16, "cuda").layers[0].experts
+    for tokens in (1, 9, 100, 700):
+        x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens))
+        x = x.to("cuda", torch.bfloat16)
+        expected, actual = plain(x).float(), made(x).float()
+        assert (actual - expected).norm() < 8e-3 * expected.norm(), tokens
+
+
+def test_experts_that_end_within_a_block_are_expanded():
+    weight = ScaledCodes(torch.randn(3 * 64, 128).to(torch.float8_e4m3fn), torch.rand(2, 1),
+                         (128, 128))  # fmt: skip
+    made, reason = make_experts(weight, None, 3, torch.float32, None)
+    assert isinstance(made, DenseExperts)
+    assert reason == "weight: expected rows divisible by 128, got 64 an expert"
 
 
 def test_experts_that_cannot_be_quantised_are_kept_and_named(tmp_path: Path):

@@ -62,7 +62,7 @@ class Scheme:
     @property
     def of_experts(self) -> bool:
         """Whether there is a product of experts with such weights."""
-        return self.format == "int4" or (self.format == "fp8" and self.block is None)
+        return self.format in ("int4", "fp8")
 
     def check(self, name: str, N: int, K: int, *, last: bool) -> None:
         """Raises ValueError for a weight ``[N, K]`` that cannot be quantised so.

@@ -11,7 +11,7 @@ from torch import Tensor
 from ridgeline import ops
 from ridgeline.models.linear import pack_int4
 from ridgeline.models.stored_linear import packed_int4
-from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, Weight, dense
+from ridgeline.quant.stored import FP8_BLOCK, Expanded, GroupedCodes, ScaledCodes, Weight, dense
 
 
 class ExpertLinear(Protocol):
@@ -92,7 +92,7 @@ class Int4ExpertLinear:
 @dataclass(frozen=True)
 class Fp8ExpertLinear:
     """fp8 weights with a scale for each output, times inputs as they are, or quantised here with a
-    scale a token."""
+    scale a token; or with a scale for each block of 128 x 128, times inputs as they are."""
 
     weight: Tensor
     scale: Tensor
@@ -149,18 +149,19 @@ def make_experts(
             reason = weight.reason
         elif isinstance(weight, GroupedCodes) and weight.bits == 4:
             return _int4(packed_int4(weight, dtype), experts, bias, batch_invariant), None
-        elif isinstance(weight, ScaledCodes) and _is_plain_fp8(weight):
+        elif isinstance(weight, ScaledCodes) and _is_fp8(weight):
             return _fp8(weight, experts, bias, batch_invariant), None
         else:
-            reason = "there is no product of experts with 8-bit integers or scales of blocks"
+            reason = "there is no product of experts with 8-bit integers or such blocks of scales"
     except ValueError as error:
         reason = str(error)
     stacked = dense(weight, dtype).unflatten(0, (experts, -1))
     return DenseExperts(stacked, bias, batch_invariant), reason
 
 
-def _is_plain_fp8(weight: ScaledCodes) -> bool:
-    return weight.block is None and weight.codes.dtype == torch.float8_e4m3fn
+def _is_fp8(weight: ScaledCodes) -> bool:
+    blocks = (None, (FP8_BLOCK, FP8_BLOCK))
+    return weight.block in blocks and weight.codes.dtype == torch.float8_e4m3fn
 
 
 def _int4(
@@ -175,9 +176,16 @@ def _int4(
 def _fp8(
     weight: ScaledCodes, experts: int, bias: Tensor | None, batch_invariant: bool
 ) -> Fp8ExpertLinear:
-    codes, scale = weight.codes, weight.scale.flatten()
+    codes, scale, weight_only = weight.codes, weight.scale, weight.weight_only
     if codes.shape[1] % 16 != 0:
         raise ValueError(f"weight: expected columns divisible by 16, got {codes.shape[1]}")
+    if weight.block is None:
+        scale = scale.flatten()
+    elif codes.shape[0] % (experts * FP8_BLOCK) == 0:
+        weight_only = True  # what multiplies codes by codes has no scales of blocks
+    else:
+        rows = codes.shape[0] // experts
+        raise ValueError(f"weight: expected rows divisible by {FP8_BLOCK}, got {rows} an expert")
     scale = scale.expand(experts) if scale.numel() == 1 else scale.unflatten(0, (experts, -1))
     codes = codes.unflatten(0, (experts, -1))
-    return Fp8ExpertLinear(codes, scale.contiguous(), bias, batch_invariant, weight.weight_only)
+    return Fp8ExpertLinear(codes, scale.contiguous(), bias, batch_invariant, weight_only)
