@@ -45,7 +45,7 @@ bool weight_aligned(const GemmParams& p) {
          p.K * element % kVectorBytes == 0;
 }
 
-/// Whether the copy engine can reach the scales, and vectors of four y and, if need be, residual.
+/// Whether vectors of scales, of y and, where bits may depend on M, of the residual are aligned.
 bool has_whole_vectors(const GemmParams& p) {
   const bool int4 = p.weight.format == WeightFormat::kInt4;
   const std::int64_t columns = !int4 ? 1 : p.weight.zeros ? 16 : 8;

@@ -79,7 +79,7 @@ __device__ __forceinline__ void make_barriers(Fixed& fixed, const ClusterParams&
 /// besides; there are `fewest` of them at least.
 template <class Layout>
 inline void cut_rings(ClusterParams& params, int bytes, int weight_bytes, int more, int fewest) {
-  const int turns = params.row_groups == 1 ? 2 : 1;
+  const int turns = turns_of(params.row_groups);
   const int both = params.x_bytes + weight_bytes;
   const int stage_bytes = Layout::kApart ? weight_bytes : round_up(both, kStageAlignment);
   // By turns, a stage is always the same warpgroup's: it waits for each of its phases.

@@ -36,7 +36,7 @@ void plan_stores(ClusterParams& params, int threads, int bytes) {
   const GemmParams& p = params.gemm;
   params.plain = stores_vectors(p, sizeof(T));
   if (!params.plain || !p.residual) return;
-  const int turns = params.row_groups == 1 ? 2 : 1, step = threads / (params.box_rows / kEach);
+  const int turns = turns_of(params.row_groups), step = threads / (params.box_rows / kEach);
   const int sums =
       turns * params.rows_held * pitch_of_sums(params.row_groups) * static_cast<int>(sizeof(float));
   const int residual =
@@ -63,7 +63,7 @@ struct Finish {
 
   __device__ int columns() const { return params.row_groups * kGroupRows; }
   __device__ int pitch() const { return pitch_of_sums(params.row_groups); }
-  __device__ int turns() const { return params.row_groups == 1 ? 2 : 1; }
+  __device__ int turns() const { return turns_of(params.row_groups); }
 
   /// Scales of the rows of x, but where they meet their norm, and scale and bias of the tile's
   /// weight rows, one a thread.

@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
     Consumer<T, E, Layout, (kGroups > 2)> consumer{
         params, unit, warp % 4, lane,
         {row_of(in_tile), row_of(in_tile + 8)}};
-    consumer.run(fixed, ring, begin, count, turn, groups == 1 ? 2 : 1);
+    consumer.run(fixed, ring, begin, count, turn, turns_of(groups));
     if (params.by_turns) {
       ptx::cluster_wait();  // the barriers of both blocks are made
       const auto end = [&]<int kOctets>() {

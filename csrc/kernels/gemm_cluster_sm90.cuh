@@ -31,6 +31,9 @@ constexpr int kStagesOfX = 4;          // where x has a ring of its own, of byte
 constexpr int kFewestOfX = 5;          // ... and of 16 bits, at least, ...
 constexpr int kEnoughOfFp8 = 8;        // ... where so many stages of the weight are left
 
+/// Warpgroups that take the stages of a tile by turns.
+__host__ __device__ constexpr int turns_of(int row_groups) { return row_groups == 1 ? 2 : 1; }
+
 struct ClusterParams {
   CUtensorMap weight, x;
   CUtensorMap scales, zeros;  // of int4
