@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ridgeline import ops
+from ridgeline.roofline import op_cost
 
 KINDS = ["dense", "fp8", "fp8_fp8", "fp8_blocks", "fp8_fp8_blocks", "int4"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -276,3 +277,11 @@ def test_rows_by_blocks_are_those_of_a_float64_product(
         batch_invariant=True,
     )  # fmt: skip
     assert torch.equal(few, outs[1].view(experts, count, N)[:, 0])
+
+
+def test_codes_by_scales_of_blocks_cost_products_of_16_bits() -> None:
+    x, weight = (torch.zeros(s, dtype=torch.float8_e4m3fn) for s in ((4, 256), (2, 128, 256)))
+    offsets = torch.tensor([0, 2, 4], dtype=torch.int32)
+    rows = op_cost("grouped_fp8_linear", x, weight, torch.ones(2, 128), offsets)
+    blocks = op_cost("grouped_fp8_linear", x, weight, torch.ones(2, 1, 2), offsets)
+    assert (rows.unit, blocks.unit) == ("fp8", "bf16")

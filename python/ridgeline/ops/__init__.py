@@ -16,13 +16,8 @@ from ridgeline.ops.embedding import embed
 from ridgeline.ops.gemm import int4_linear, linear
 from ridgeline.ops.gemm_fp8 import fp8_linear, fp8_linear_add
 from ridgeline.ops.gemm_int8 import int8_linear
-from ridgeline.ops.grouped import (
-    Int4Experts,
-    grouped_fp8_linear,
-    grouped_int4_linear,
-    grouped_linear,
-)
-from ridgeline.ops.int4_weight import Int4Weight, pack_int4
+from ridgeline.ops.grouped import grouped_fp8_linear, grouped_int4_linear, grouped_linear
+from ridgeline.ops.int4_weight import Int4Experts, Int4Weight, pack_int4
 from ridgeline.ops.kv_cache import copy_blocks, rope, rope_write_kv, write_kv
 from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
 from ridgeline.ops.quantize import quantize_fp8, quantize_int8

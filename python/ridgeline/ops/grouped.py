@@ -2,78 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
-from ridgeline.ops.int4_weight import Int4Weight
+from ridgeline.ops.int4_weight import Int4Experts
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
 _GATED = ("silu_mul", "gelu_mul")
-
-
-@dataclass(frozen=True)
-class Int4Experts:
-    """The :class:`Int4Weight` of each expert, one after the other.
-
-    Attributes:
-        packed: int32 ``[experts, N / 16, ceil(K / 64), 32, 4]``.
-        scales: ``[experts, groups, N]``, the dtype of the output.
-        zeros: uint8 ``[experts, groups, N]``, or None: 8 everywhere.
-        N, K, group: those of one expert.
-    """
-
-    packed: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    N: int
-    K: int
-    group: int
-
-    @classmethod
-    def from_rows(cls, weight: Int4Weight, experts: int) -> Int4Experts:
-        """From the rows of all experts as one weight.
-
-        Raises:
-            ValueError: experts do not begin at multiples of 16 rows, or columns are permuted.
-        """
-        if experts < 1 or weight.N % (16 * experts) != 0:
-            raise ValueError(
-                f"weight: expected {experts} experts of a multiple of 16 rows, got {weight.N} rows"
-            )
-        if weight.perm is not None:
-            raise ValueError("weight.perm: expected None, got a tensor")
-
-        def split(rows: Tensor) -> Tensor:
-            return rows.unflatten(1, (experts, -1)).transpose(0, 1).contiguous()
-
-        return cls(
-            packed=weight.packed.unflatten(0, (experts, -1)),
-            scales=split(weight.scales),
-            zeros=None if weight.zeros is None else split(weight.zeros),
-            N=weight.N // experts,
-            K=weight.K,
-            group=weight.group,
-        )
-
-    def dequantize(self) -> Tensor:
-        """The weights that the op multiplies by, ``[experts, N, K]`` in the dtype of the scales."""
-        return torch.stack([
-            Int4Weight(
-                packed=self.packed[e],
-                scales=self.scales[e],
-                zeros=None if self.zeros is None else self.zeros[e],
-                perm=None,
-                N=self.N,
-                K=self.K,
-                group=self.group,
-            ).dequantize()
-            for e in range(len(self.packed))
-        ])  # fmt: skip
 
 
 def grouped_linear(
@@ -306,7 +244,8 @@ def _(
     **_unused: object,
 ) -> Cost:
     experts, N, K = weight.shape
-    element, unit = x.element_size(), "fp32" if x.dtype == torch.float32 else "bf16"
+    element = x.element_size()
+    unit = "fp32" if x.dtype == torch.float32 else "bf16"
     others = (offsets, rows, bias)
     return _cost(x, experts, N * K * element, (N, K), element, others, activation, unit)
 
@@ -327,7 +266,9 @@ def _(
 ) -> Cost:
     experts, N, K = weight.shape
     of_one = N * K + nbytes(weight_scale) / max(experts, 1)
-    unit = "fp8" if x.dtype == torch.float8_e4m3fn else "bf16"
+    # By scales of blocks both are expanded.
+    by_codes = x.dtype == torch.float8_e4m3fn and weight_scale.dim() < 3
+    unit = "fp8" if by_codes else "bf16"
     element = _out_dtype(x, out_dtype).itemsize
     others = (offsets, rows, bias, x_scale)
     return _cost(x, experts, of_one, (N, K), element, others, activation, unit)
@@ -347,4 +288,5 @@ def _(
     experts = len(weight.packed)
     of_one = nbytes(weight.packed, weight.scales, weight.zeros) / max(experts, 1)
     shape, element = (weight.N, weight.K), weight.scales.element_size()
-    return _cost(x, experts, of_one, shape, element, (offsets, rows, bias), activation, "bf16")
+    others = (offsets, rows, bias)
+    return _cost(x, experts, of_one, shape, element, others, activation, "bf16")

@@ -1,4 +1,4 @@
-"""The int4 weight: quantising, packing and unpacking, in plain torch on any device."""
+"""Int4 weights: quantising, packing and unpacking, in plain torch on any device."""
 
 from __future__ import annotations
 
@@ -123,6 +123,66 @@ class Int4Weight:
             K=self.K,
             group=self.group,
         )
+
+
+@dataclass(frozen=True)
+class Int4Experts:
+    """The :class:`Int4Weight` of each expert, one after the other.
+
+    Attributes:
+        packed: int32 ``[experts, N / 16, ceil(K / 64), 32, 4]``.
+        scales: ``[experts, groups, N]``, the dtype of the output.
+        zeros: uint8 ``[experts, groups, N]``, or None: 8 everywhere.
+        N, K, group: those of one expert.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    N: int
+    K: int
+    group: int
+
+    @classmethod
+    def from_rows(cls, weight: Int4Weight, experts: int) -> Int4Experts:
+        """From the rows of all experts as one weight.
+
+        Raises:
+            ValueError: experts do not begin at multiples of 16 rows, or columns are permuted.
+        """
+        if experts < 1 or weight.N % (16 * experts) != 0:
+            raise ValueError(
+                f"weight: expected {experts} experts of a multiple of 16 rows, got {weight.N} rows"
+            )
+        if weight.perm is not None:
+            raise ValueError("weight.perm: expected None, got a tensor")
+
+        def split(rows: Tensor) -> Tensor:
+            return rows.unflatten(1, (experts, -1)).transpose(0, 1).contiguous()
+
+        return cls(
+            packed=weight.packed.unflatten(0, (experts, -1)),
+            scales=split(weight.scales),
+            zeros=None if weight.zeros is None else split(weight.zeros),
+            N=weight.N // experts,
+            K=weight.K,
+            group=weight.group,
+        )
+
+    def dequantize(self) -> Tensor:
+        """The weights that the op multiplies by, ``[experts, N, K]`` in the dtype of the scales."""
+        return torch.stack([
+            Int4Weight(
+                packed=self.packed[e],
+                scales=self.scales[e],
+                zeros=None if self.zeros is None else self.zeros[e],
+                perm=None,
+                N=self.N,
+                K=self.K,
+                group=self.group,
+            ).dequantize()
+            for e in range(len(self.packed))
+        ])  # fmt: skip
 
 
 def pack_int4(weight: Tensor, group_size: int = 128, zero_point: bool = False) -> Int4Weight:
