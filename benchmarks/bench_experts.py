@@ -19,6 +19,7 @@ from timer import Bench
 # Experts, chosen by a token, K, N of the first product: Mixtral's and Qwen3-30B-A3B's.
 SHAPES = [(8, 2, 4096, 28672), (128, 8, 2048, 1536)]
 GROUP = 128  # columns that share a scale of int4
+BLOCK = 128  # rows and columns that share one of fp8 by blocks
 TOKENS = [1, 4, 16, 64, 256, 1024, 8192]
 FP8 = torch.float8_e4m3fn
 
@@ -77,6 +78,11 @@ class Layer:
     def fp8(self) -> list[Tensor]:
         scales = torch.rand(self.experts, self.N, device=self.bench.device) + 0.5
         return [self.dense()[0].to(FP8), scales]
+
+    def fp8_blocks(self) -> list[Tensor]:
+        blocks = (self.experts, -(-self.N // BLOCK), -(-self.K // BLOCK))
+        scales = torch.rand(blocks, device=self.bench.device) + 0.5
+        return [self.weights("fp8", self.fp8)[0][0].clone(), scales]
 
     def int4(self) -> list[Tensor]:
         shape = (self.experts, self.N // 16, self.K // 64, 32, 4)
@@ -161,7 +167,8 @@ def dense(layer: Layer) -> None:
 
 
 def fp8(layer: Layer) -> None:
-    """Weights of fp8 with tokens of 16 bits, beside weights kept in bf16; and both in fp8."""
+    """Weights of fp8 with tokens of 16 bits, beside weights kept in bf16, and with scales of blocks;
+    and both in fp8."""
 
     def codes() -> list[Tensor]:
         scale = torch.rand(layer.tokens, 1, device=layer.bench.device) + 0.5
@@ -192,6 +199,11 @@ def fp8(layer: Layer) -> None:
     expanded = {"one_by_one_expanded": layer.weights("dense", layer.dense)}
     calls = {"ridgeline": ours, "one_by_one_expanded": one_by_one}
     layer.measure("grouped_fp8_linear", ours_weights | expanded, calls, bits, x="bf16")
+    blocks = {"ridgeline": layer.weights("fp8 blocks", layer.fp8_blocks)}
+    layer.measure(
+        "grouped_fp8_linear", blocks, {"ridgeline": ours}, 8 + 32 / BLOCK**2, x="bf16",
+        scales="blocks",
+    )  # fmt: skip
     calls = {"ridgeline": ours_fp8}
     if layer.bench.device != "cpu":
         calls["torch_scaled_grouped_mm"] = scaled_grouped_mm
