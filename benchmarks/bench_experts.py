@@ -167,7 +167,7 @@ def dense(layer: Layer) -> None:
 
 
 def fp8(layer: Layer) -> None:
-    """Weights of fp8 with tokens of 16 bits, beside weights kept in bf16, and with scales of blocks;
+    """Weights of fp8 with tokens of 16 bits, beside weights kept in bf16; with scales of blocks;
     and both in fp8."""
 
     def codes() -> list[Tensor]:
