@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import ridgeline
 import tiny_model
@@ -318,6 +319,67 @@ def test_what_only_looks_alike_is_left(module: nn.Module):
     assert not done.swapped
     ((name, kind, reason),) = done.left
     assert (name, kind) == ("it", type(module).__name__) and reason in str(done)
+
+
+class NewAttention(LlamaAttention):
+    """As transformers names the cache from 5.24 on."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, cache=None, **kw):
+        return super().forward(hidden_states, position_embeddings, attention_mask, cache, **kw)
+
+
+class OldAttention(LlamaAttention):
+    def forward(
+        self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kw
+    ):
+        args = (hidden_states, position_embeddings, attention_mask, past_key_values)
+        return super().forward(*args, **kw)
+
+
+class Cache:
+    """Keeps the keys and values of one layer, and what else it is told."""
+
+    def __init__(self) -> None:
+        self.state: tuple[Tensor, ...] = ()
+        self.told: set[str] = set()
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, **told: Any) -> Any:
+        assert layer_idx == 0
+        self.told |= told.keys()
+        new = (key, value)
+        self.state = tuple(torch.cat(pair, 2) for pair in zip(self.state or new, new, strict=True))
+        if self.state[0].shape == key.shape:
+            return new
+        return self.state
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "told"),
+    [
+        (NewAttention, "cache", {"kwargs"}),
+        (NewAttention, "past_key_values", {"kwargs"}),  # which transformers takes until 5.40
+        (OldAttention, "past_key_values", set()),
+    ],
+)
+def test_the_cache_is_found_by_its_name(llama: PreTrainedModel, kind: Any, name: str, told: set):
+    llama.set_attn_implementation("sdpa")
+    attention = llama.model.layers[0].self_attn
+    attention.__class__ = kind
+    x, angles = torch.randn(2, 5, 128), torch.randn(2, 5, attention.head_dim // 2).repeat(1, 1, 2)
+    new_name = "past_key_values" if kind is OldAttention else "cache"
+
+    def run(name: str, cache: Cache) -> Tensor:
+        parts = [slice(0, 4), slice(4, 5)]
+        given = ((x[:, p], (angles[:, p].cos(), angles[:, p].sin())) for p in parts)
+        return torch.cat([attention(*args, None, **{name: cache})[0] for args in given], 1)
+
+    with torch.no_grad():
+        expected = run(new_name, Cache())
+        done = ridgeline.optimize_(nn.ModuleDict({"it": attention}).eval())
+        assert ("it", ATTENTION) in done.swapped
+        cache = Cache()
+        torch.testing.assert_close(run(name, cache), expected, rtol=1e-4, atol=1e-5)
+    assert cache.told == told
 
 
 def test_hooks_and_replaced_forwards_are_left():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import sys
 from dataclasses import dataclass
@@ -23,24 +24,37 @@ _PASSED = {
     "s_aux": "sinks",
     "softcap": "attn_logit_softcapping",
 }
+_CACHES = ("cache", "past_key_values")  # names of the cache: from transformers 5.24 on, and before
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
     """``functions``: transformers' attention functions. ``norms``: of the heads of queries and
     keys; None: there are none. What a step would look up in modules is here: that costs the host
-    as much as a launch."""
+    as much as a launch. ``cache``: its name among the forward's arguments; None: it has none."""
 
     functions: Any
     known: dict[str, Any]
     config: Any
     output: Stranger
+    cache: str | None
     layer_idx: int
     scaling: float
     heads: int
     kv_heads: int
     norms: tuple[NormPlan, NormPlan] | None
     passed: tuple[tuple[str, str], ...]
+
+
+def cache_name(module: Stranger) -> str | None:
+    arguments = inspect.signature(type(module).forward).parameters
+    return next((name for name in _CACHES if name in arguments), None)
+
+
+def take_cache(name: str | None, past: Any, kwargs: dict[str, Any]) -> Any:
+    """The cache out of ``kwargs``, by its name or by the old one; else ``past``."""
+    past = kwargs.pop("past_key_values", past)
+    return past if name is None else kwargs.pop(name, past)
 
 
 def rotation(cos: Tensor, sin: Tensor, batch: int) -> tuple[Tensor, Tensor]:
@@ -62,7 +76,7 @@ def attend(
     x: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None,
-    past_key_values: Any,
+    cache: Any,
     norm: dict[str, Any],
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
@@ -85,8 +99,10 @@ def attend(
         q, k, v = q.detach(), k.detach(), v.detach()
     ops.rope(q, k, positions, table)
     query, key, value = (t.view(batch, length, t.shape[1], -1).transpose(1, 2) for t in (q, k, v))
-    if past_key_values is not None:
-        key, value = past_key_values.update(key, value, plan.layer_idx)
+    if cache is not None:
+        # A cache in pages tells the attention function more by them.
+        told = {"kwargs": kwargs} if plan.cache == "cache" else {}
+        key, value = cache.update(key, value, plan.layer_idx, **told)
     kwargs |= {name: getattr(module, own) for name, own in plan.passed}
     dropout = module.attention_dropout if module.training else 0.0
     out, weights = _function(module, plan)(
@@ -116,13 +132,15 @@ def _attention_forward(
     hidden_states: Tensor,
     position_embeddings: tuple[Tensor, Tensor],
     attention_mask: Tensor | None = None,
-    past_key_values: Any = None,
+    past: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Any]:
     norm: dict[str, Any] = {}
-    args = (hidden_states, position_embeddings, attention_mask, past_key_values, norm)
+    plan = plan_of(self)
+    past = take_cache(plan.cache, past, kwargs)
+    args = (hidden_states, position_embeddings, attention_mask, past, norm)
     out, weights = attend(self, *args, **kwargs)
-    return product(plan_of(self).output, out), weights
+    return product(plan.output, out), weights
 
 
 def attention(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
@@ -154,6 +172,7 @@ def attention(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         {},
         module.config,
         children["o_proj"],
+        cache_name(module),
         module.layer_idx,
         module.scaling,
         parts[0].out_features // dim,
@@ -185,13 +204,12 @@ def attention_inputs(module: Stranger) -> dict[str, Any]:
         "hidden_states": x,
         "position_embeddings": position_embeddings,
         "attention_mask": None,
-        "past_key_values": None,
     }
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The parts of a layer, and the eps of both norms."""
+    """The parts of a layer, the eps of both norms, and its name for the cache."""
 
     norms: tuple[Stranger, Stranger]
     eps: tuple[float, float]
@@ -199,6 +217,7 @@ class LayerPlan:
     output: Stranger
     mlp: Stranger
     down: Stranger
+    cache: str | None
 
 
 def _decoder_forward(
@@ -206,18 +225,20 @@ def _decoder_forward(
     hidden_states: Tensor,
     attention_mask: Tensor | None = None,
     position_ids: Tensor | None = None,
-    past_key_values: Any = None,
+    past: Any = None,
     use_cache: bool | None = False,
     position_embeddings: tuple[Tensor, Tensor] | None = None,
     **kwargs: Any,
 ) -> Tensor:
+    plan = plan_of(self)
+    past = take_cache(plan.cache, past, kwargs)
     if torch.is_autocast_enabled(hidden_states.device.type):  # residual and products differ
-        given = (hidden_states, attention_mask, position_ids, past_key_values, use_cache)
+        given = (hidden_states, attention_mask, position_ids, past, use_cache)
         return type(self).forward(self, *given, position_embeddings, **kwargs)
-    plan, hidden_states = plan_of(self), rows_of(hidden_states)  # a residual too
+    hidden_states = rows_of(hidden_states)  # a residual too
     assert position_embeddings is not None
     norm = {"norm_weight": plan.norms[0].weight, "norm_eps": plan.eps[0]}
-    args = (hidden_states, position_embeddings, attention_mask, past_key_values, norm)
+    args = (hidden_states, position_embeddings, attention_mask, past, norm)
     out, _ = attend(plan.attention, *args, **kwargs)
     hidden = product(plan.output, out, residual=hidden_states)
     norm = {"norm_weight": plan.norms[1].weight, "norm_eps": plan.eps[1]}
@@ -247,6 +268,7 @@ def layer(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         parts[2]._modules["o_proj"],
         parts[3],
         parts[3]._modules[swaps[3].plan.down],
+        cache_name(module),
     )
     swap = Swap("layer (norms and residuals in the products)", _decoder_forward, plan)
     inputs = attention_inputs(module._modules["self_attn"])
