@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
 
 import ridgeline
 import tiny_model
@@ -380,6 +380,31 @@ def test_the_cache_is_found_by_its_name(llama: PreTrainedModel, kind: Any, name:
         cache = Cache()
         torch.testing.assert_close(run(name, cache), expected, rtol=1e-4, atol=1e-5)
     assert cache.told == told
+
+
+class TurnedAttention(LlamaAttention):
+    def forward(self, hidden_states, position_embeddings, turn=0, **kw):
+        return super().forward(hidden_states.roll(turn, 1), position_embeddings, None, **kw)
+
+
+class TurnedLayer(LlamaDecoderLayer):
+    def forward(self, hidden_states, turn=0, **kw):
+        return super().forward(hidden_states.roll(turn, 1), **kw)
+
+
+@pytest.mark.parametrize("of_layer", [False, True])
+def test_a_forward_that_may_be_told_more_is_left(llama: PreTrainedModel, of_layer: bool):
+    """A trial without it is the same."""
+    layer = llama.model.layers[1]
+    name = "model.layers.1" if of_layer else "model.layers.1.self_attn"
+    if of_layer:
+        layer.__class__ = TurnedLayer
+    else:
+        layer.self_attn.__class__ = TurnedAttention
+    done = ridgeline.optimize_(llama)
+    reasons = {name: reason for name, _, reason in done.left}
+    assert reasons[name] == "its forward takes turn, which is not known"
+    assert counts(done)[LAYER] == 1
 
 
 def test_hooks_and_replaced_forwards_are_left():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +26,11 @@ _PASSED = {
     "softcap": "attn_logit_softcapping",
 }
 _CACHES = ("cache", "past_key_values")  # names of the cache: from transformers 5.24 on, and before
+# What a forward may be given: anything else would change what it does.
+_ARGUMENTS = {
+    *("self", "hidden_states", "position_embeddings", "attention_mask", "position_ids"),
+    *("cache_position", "use_cache", "output_attentions", *_CACHES),
+}
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,20 @@ class AttentionPlan:
     passed: tuple[tuple[str, str], ...]
 
 
+def unknown_argument(module: Stranger) -> str | None:
+    """Why a forward cannot be replaced that may be told more than is known here, or None."""
+    for name, parameter in _arguments(module).items():
+        if name not in _ARGUMENTS and parameter.kind is not parameter.VAR_KEYWORD:
+            return f"its forward takes {name}, which is not known"
+    return None
+
+
 def cache_name(module: Stranger) -> str | None:
-    arguments = inspect.signature(type(module).forward).parameters
-    return next((name for name in _CACHES if name in arguments), None)
+    return next((name for name in _CACHES if name in _arguments(module)), None)
+
+
+def _arguments(module: Stranger) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(type(module).forward).parameters
 
 
 def take_cache(name: str | None, past: Any, kwargs: dict[str, Any]) -> Any:
@@ -153,6 +170,8 @@ def attention(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
     known = ("config", "head_dim", "scaling", "layer_idx", "attention_dropout")
     if not all(hasattr(module, key) for key in known):
         return "not an attention module as transformers writes them"
+    if unknown := unknown_argument(module):
+        return unknown
     parts = [children[key] for key in _PROJECTIONS]
     if not all(map(is_product, [*parts, children["o_proj"]])):
         return "its projections are not plain linear layers"
@@ -252,6 +271,8 @@ def layer(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         return None
     if set(module._modules) != set(names):
         return "it has more than two norms, attention and an MLP"
+    if unknown := unknown_argument(module):
+        return unknown
     parts = [module._modules[name] for name in names]
     swaps = [part.__dict__.get("ridgeline_swap") for part in parts]
     if not all(map(is_bare, parts)):
