@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -22,6 +25,7 @@ from transformers import (
     BlipTextModel,
     CompileConfig,
     GenerationConfig,
+    LlamaForCausalLM,
     PreTrainedModel,
     StaticCache,
 )
@@ -342,6 +346,49 @@ def test_bfloat16_is_as_near_to_float32_as_eager_attention(tiny: Model, padding:
 def test_decode_graphs_are_of_a_gpu(plain: Model):
     with pytest.raises(ValueError, match="expected on a CUDA device, got cpu"):
         integration.DecodeGraphs(plain.model)
+
+
+class OnAGpu:
+    """Says that it is, for graphs whose capture runs the step, and whose replay does nothing."""
+
+    device = torch.device("cuda")
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+
+    def forward(self, **kwargs: Any) -> Any:
+        return self._model(**kwargs)
+
+
+CACHES = {"cache", "past_key_values"} & signature(LlamaForCausalLM.forward).parameters.keys()
+
+
+@pytest.mark.parametrize("name", sorted(CACHES | {"past_key_values"}))
+def test_a_captured_step_has_the_cache_by_any_name(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+):
+    """transformers 5.24 gave it another, and takes the old one too."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", MagicMock)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph: nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    llama = make(tmp_path, "llama")
+    llama.use("ridgeline")
+    model, ids = llama.model, llama.ids
+
+    def run(forward: Any) -> list[Any]:
+        cache = StaticCache(config=model.config, max_cache_len=LENGTH)
+        with torch.no_grad():
+            model(ids[:, :-2], **{name: cache})
+            steps = [forward(input_ids=ids[:, [i]], **{name: cache}) for i in (-2, -1)]
+        assert all(step[name] is cache for step in steps)
+        return steps
+
+    expected = run(model)
+    graphs = integration.DecodeGraphs(OnAGpu(model))
+    for want, got in zip(expected, run(graphs), strict=True):
+        assert type(got) is type(want) and got.keys() == want.keys()
+        assert torch.equal(got.logits, want.logits)
+    assert graphs._step.graph.replay.call_count == 1
 
 
 @pytest.mark.gpu

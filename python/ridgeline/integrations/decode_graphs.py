@@ -16,18 +16,22 @@ from torch import Tensor
 
 from ridgeline.integrations.key_ranges import KeyRanges
 
+_CACHES = ("cache", "past_key_values")  # names of the cache: from transformers 5.24 on, and before
+
 
 @dataclass
 class _Step:
     """A captured step: its inputs, to be overwritten, and what it leaves, without the cache.
 
     The cache's memory may then serve the next one, whose graph it is if the addresses are the same.
+    ``caches``: names that the output has for it.
     """
 
     graph: torch.cuda.CUDAGraph
     inputs: dict[str, Any]
     kind: type
     output: dict[str, Any]
+    caches: list[str]
 
 
 class DecodeGraphs:
@@ -69,7 +73,7 @@ class DecodeGraphs:
             self._step = self._captured(kwargs)
         _overwrite(self._step.inputs, kwargs)
         self._step.graph.replay()
-        cache = {"past_key_values": kwargs["past_key_values"]}
+        cache = dict.fromkeys(self._step.caches, kwargs[_cache_name(kwargs)])
         return self._step.kind(**self._step.output, **cache)
 
     def _captured(self, kwargs: dict[str, Any]) -> _Step:
@@ -77,15 +81,20 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             output = self._forward(**inputs)
-        del inputs["past_key_values"]
-        left = {name: value for name, value in output.items() if name != "past_key_values"}
-        return _Step(graph, inputs, type(output), left)
+        del inputs[_cache_name(inputs)]
+        left = {name: value for name, value in output.items() if name not in _CACHES}
+        caches = [name for name in output.keys() if name in _CACHES]
+        return _Step(graph, inputs, type(output), left, caches)
+
+
+def _cache_name(kwargs: dict[str, Any]) -> str:
+    return next((name for name in _CACHES if name in kwargs), _CACHES[0])
 
 
 def _key(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     """What a graph depends on; None where a step cannot be one."""
     ids: Tensor | None = kwargs.get("input_ids")
-    cache: Any = kwargs.get("past_key_values")
+    cache: Any = kwargs.get(_cache_name(kwargs))
     if ids is None or ids.dim() != 2 or ids.shape[1] != 1 or not _is_static(cache):
         return None
     if kwargs.get("return_dict") is False or kwargs.get("use_cache") is False:
@@ -95,7 +104,7 @@ def _key(kwargs: dict[str, Any]) -> tuple[Any, ...] | None:
     states = ((x.keys, x.values, x.cumulative_length) for x in cache.layers)
     key: list[Any] = [tensor.data_ptr() for state in states for tensor in state]
     for name, value in kwargs.items():
-        if name == "past_key_values":
+        if name in _CACHES:
             continue
         parts = value.items() if isinstance(value, dict) else ((name, value),)
         for part, one in parts:
