@@ -141,7 +141,8 @@ endif()
 # namespaces must differ: each by itself costs 4 s for its headers, which are read for each
 # architecture and for the host. Kernels of Hopper's own instructions, in files named so, are
 # compiled for sm_90a alone and asked for only where RIDGELINE_SM90A says that it is in the build;
-# on other architectures their bodies are empty.
+# on other architectures their bodies are empty. Code is compressed, which by default it is not
+# where an object is for one architecture: every driver for CUDA 13 expands it as it loads it.
 function(ridgeline_compile_cuda sources result)
   list(JOIN sources ", " sources_named)
   list(TRANSFORM sources PREPEND "${CMAKE_CURRENT_SOURCE_DIR}/csrc/kernels/")
@@ -171,8 +172,8 @@ function(ridgeline_compile_cuda sources result)
       -o "${object}" -MD -MF "${object}.d" -std=c++20 -O2 ${gencode}
       -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
       -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
-      --expt-relaxed-constexpr --expt-extended-lambda -Xptxas=--warn-on-spills
-      -Xptxas=--warn-on-local-memory-usage
+      --expt-relaxed-constexpr --expt-extended-lambda --compress-mode=size
+      -Xptxas=--warn-on-spills,--warn-on-local-memory-usage
     DEPENDS ${sources} DEPFILE "${object}.d" JOB_POOL ridgeline_compile VERBATIM
     COMMENT "CUDA ${sources_named}")
   set(${result} "${object}" PARENT_SCOPE)
