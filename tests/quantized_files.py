@@ -177,6 +177,72 @@ def bitsandbytes(N: int, K: int, draw: torch.Generator) -> Written:
     return tensors, codes.float() * (largest * (1 / 127))[:, None]
 
 
+E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+def four_bit_floats(N: int, K: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Bytes, the low nibble first, and the floats that they mean."""
+    codes = torch.randint(0, 16, (N, K), generator=draw)
+    floats = torch.tensor(E2M1 + tuple(-v for v in E2M1), dtype=torch.float64)
+    return (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8), floats[codes]
+
+
+def mxfp4(N: int, K: int, draw: torch.Generator) -> Written:
+    packed, floats = four_bit_floats(N, K, draw)
+    powers = torch.randint(121, 125, (N, K // 32), generator=draw, dtype=torch.uint8)
+    scale = 2.0 ** (powers.double() - 127).repeat_interleave(32, 1)
+    return {"weight_packed": packed, "weight_scale": powers}, (floats * scale).float()
+
+
+def nvfp4(packed_end: str, whole_end: str, whole: float) -> Callable[..., Written]:
+    """``whole``: what the stored scale of the matrix is; it divides where it is above one."""
+
+    def write(N: int, K: int, draw: torch.Generator) -> Written:
+        packed, floats = four_bit_floats(N, K, draw)
+        scale = (torch.rand(N, K // 16, generator=draw) * 300 + 10).to(torch.float8_e4m3fn)
+        of_all = torch.tensor([whole]) if whole > 1 else torch.tensor(whole)
+        factor = 1 / of_all.double() if whole > 1 else of_all.double()
+        meant = floats * scale.double().repeat_interleave(16, 1) * factor
+        tensors = {packed_end: packed, "weight_scale": scale, whole_end: of_all}
+        return tensors | {"input_scale": torch.ones(())}, meant.float()
+
+    return write
+
+
+def table_codes(kind: str, nested: bool) -> Callable[..., Written]:
+    """bitsandbytes' 4 bits: the high nibble first, a largest magnitude for 64 weights in a row."""
+
+    def write(N: int, K: int, draw: torch.Generator) -> Written:
+        codes = torch.randint(0, 16, (N * K,), generator=draw)
+        table, count = torch.rand(16, generator=draw) * 2 - 1, N * K // 64
+        state = {"quant_type": kind, "blocksize": 64, "dtype": "bfloat16", "shape": [N, K]}
+        tensors = {
+            "weight": (codes[::2] << 4 | codes[1::2]).to(torch.uint8)[:, None],
+            "weight.quant_map": table,
+        }
+        largest = torch.rand(count, generator=draw) * 0.2 + 0.01
+        tensors["weight.absmax"] = largest
+        if nested:
+            of_codes = torch.randint(0, 256, (count,), generator=draw)
+            of_table = torch.rand(256, generator=draw) * 2 - 1
+            of_blocks = torch.rand(-(-count // 256), generator=draw) * 0.1
+            offset = 0.11
+            largest = of_table[of_codes] * of_blocks[torch.arange(count) // 256] + offset
+            tensors |= {
+                "weight.absmax": of_codes.to(torch.uint8),
+                "weight.nested_absmax": of_blocks,
+                "weight.nested_quant_map": of_table,
+            }
+            state |= {"nested_blocksize": 256, "nested_offset": offset}
+        written = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+        tensors[f"weight.quant_state.bitsandbytes__{kind}"] = written
+        meant = table[codes] * largest[torch.arange(N * K) // 64]
+        return tensors, meant.view(N, K)
+
+    return write
+
+
+BNB = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
 FORMATS = [
     awq(), awq(64), awq(128), awq(-1),
@@ -194,6 +260,17 @@ FORMATS = [
                "block fp8", {"num_key_value_heads": 4}),
     FileFormat("fp8, blocks that no product takes", BLOCKS | {"weight_block_size": [64, 64]},
                fp8_blocks(64), "dense"),
+    compressed("compressed-tensors, mxfp4", "mxfp4-pack-quantized",
+               {"type": "float", "num_bits": 4, "group_size": 32}, mxfp4, "weights in fp8"),
+    compressed("compressed-tensors, nvfp4", "nvfp4-pack-quantized",
+               {"type": "float", "num_bits": 4, "strategy": "tensor_group", "group_size": 16},
+               nvfp4("weight_packed", "weight_global_scale", 9000.0), "dense"),
+    FileFormat("modelopt, nvfp4", {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+               nvfp4("weight", "weight_scale_2", 2.0**-13), "dense"),
+    FileFormat("modelopt, fp8", {"quant_method": "modelopt", "quant_algo": "FP8"}, fp8_tensor,
+               "fp8"),
+    FileFormat("bitsandbytes nf4", BNB, table_codes("nf4", nested=True), "dense"),
+    FileFormat("bitsandbytes fp4", BNB, table_codes("fp4", nested=False), "dense"),
     FileFormat("bitsandbytes int8", {"quant_method": "bitsandbytes", "load_in_8bit": True},
                bitsandbytes, "int8"),
 ]  # fmt: skip

@@ -7,6 +7,7 @@ import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,10 +26,18 @@ from ridgeline.models.expert_linear import (
     Int4ExpertLinear,
     make_experts,
 )
-from ridgeline.models.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, Linear
+from ridgeline.models.linear import (
+    DenseLinear,
+    Fp8Linear,
+    Int4Linear,
+    Int8Linear,
+    Linear,
+    WeightOnlyFp8Linear,
+)
 from ridgeline.models.loader import LoadOptions, load_decoder
 from ridgeline.models.stored_linear import BlockFp8Linear
-from ridgeline.quant.formats import Gptq, Mxfp4
+from ridgeline.quant.formats import Gptq
+from ridgeline.quant.four_bits import Mxfp4
 from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, stack
 from test_models import load, logits_of
 from tiny_model import one_thread  # noqa: F401
@@ -38,6 +47,7 @@ KINDS = {
     "int8": Int8Linear,
     "fp8": Fp8Linear,
     "block fp8": BlockFp8Linear,
+    "weights in fp8": WeightOnlyFp8Linear,
     "dense": DenseLinear,
 }
 PARTS = {
@@ -59,7 +69,7 @@ def saved(request, tmp_path_factory) -> tuple[FileFormat, Path, PreTrainedModel]
 def values_of(linear: Linear, dtype: torch.dtype) -> Tensor:
     if isinstance(linear, Int4Linear):
         return linear.weight.dequantize()
-    if isinstance(linear, Fp8Linear):
+    if isinstance(linear, (Fp8Linear, WeightOnlyFp8Linear)):
         return ScaledCodes(linear.weight, linear.scale.reshape(-1)).dequantize(dtype)
     if isinstance(linear, BlockFp8Linear):
         return ScaledCodes(linear.weight, linear.scale, (128, 128)).dequantize(dtype)
@@ -101,7 +111,7 @@ def rounded_inputs(columns: int | None, int8: bool):
 def test_logits_are_those_of_the_dequantised_model(saved):
     kind, folder, model = saved
     hooks = []
-    if "8" in kind.keeps:  # inputs are rounded to 8 bits too
+    if kind.keeps in ("int8", "fp8", "block fp8"):  # inputs are rounded to 8 bits too
         columns = 128 if kind.keeps == "block fp8" else None
         for name, module in model.named_modules():
             if name.endswith("_proj"):
@@ -235,6 +245,63 @@ def test_codes_of_another_dtype_are_refused(
         load(tmp_path)
 
 
+def of_name(name: str) -> FileFormat:
+    return next(kind for kind in FORMATS if kind.name == name)
+
+
+@pytest.mark.parametrize(
+    ("kind", "end", "dtype", "wanted"),
+    [
+        ("compressed-tensors, nvfp4", "weight_packed", torch.int8, "U8"),
+        ("compressed-tensors, nvfp4", "weight_scale", torch.bfloat16, "F8_E4M3"),
+        ("compressed-tensors, nvfp4", "weight_global_scale", torch.bfloat16, "F32"),
+        ("compressed-tensors, mxfp4", "weight_scale", torch.int8, "U8"),
+        ("modelopt, nvfp4", "weight", torch.int8, "U8"),
+        ("bitsandbytes nf4", "weight", torch.int8, "U8"),
+        ("bitsandbytes nf4", "weight.quant_map", torch.float16, "F32"),
+        ("bitsandbytes nf4", "weight.absmax", torch.int8, "torch.uint8"),
+        ("bitsandbytes fp4", "weight.absmax", torch.float16, "torch.float32"),
+    ],
+)
+def test_four_bit_codes_of_another_dtype_are_refused(
+    tmp_path: Path, kind: str, end: str, dtype: torch.dtype, wanted: str
+):
+    quantized_files.save(tmp_path, of_name(kind))
+    path, name = tmp_path / "model.safetensors", f"model.layers.1.mlp.up_proj.{end}"
+    tensors = load_file(path)
+    save_file(tensors | {name: tensors[name].to(dtype)}, path)
+    with pytest.raises(ValueError, match=f"{name}: expected {wanted}, got"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("changed", [{"shape": [128, 256]}, {"blocksize": 32}])
+def test_a_table_s_codes_of_another_matrix_are_refused(tmp_path: Path, changed: dict[str, Any]):
+    quantized_files.save(tmp_path, of_name("bitsandbytes nf4"))
+    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(path)
+    state = f"{name}.quant_state.bitsandbytes__nf4"
+    said = json.loads(bytes(tensors[state].tolist())) | changed
+    tensors[state] = torch.tensor(list(json.dumps(said).encode()), dtype=torch.uint8)
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=f"{name}: expected .*'shape': \\[256, 128\\].*, got"):
+        load(tmp_path)
+
+
+def test_model_optimizer_may_say_it_in_a_file_of_its_own(tmp_path: Path):
+    model = quantized_files.save(tmp_path, of_name("modelopt, fp8"))
+    config = json.loads((tmp_path / "config.json").read_text())
+    algorithm = config.pop("quantization_config")["quant_algo"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    own = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    made = values_of(load(tmp_path).layers[1].down, torch.float32)
+    assert torch.equal(made, model.get_parameter("model.layers.1.mlp.down_proj.weight"))
+    own["quantization"]["quant_algo"] = "W4A8_AWQ"
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(own))
+    with pytest.raises(ValueError, match="quant_algo must be one of 'FP8', 'NVFP4', got 'W4A8_"):
+        ModelConfig.from_path(tmp_path)
+
+
 @pytest.mark.parametrize("group", [-5, 4])
 def test_groups_that_are_not_there_are_refused(tmp_path: Path, group: int):
     quantized_files.save(tmp_path, quantized_files.gptq(order=True))
@@ -259,7 +326,16 @@ def test_groups_that_are_not_there_are_refused(tmp_path: Path, group: int):
         ({"quant_method": "awq", "version": "gemv"}, "version must be one of .*got 'gemv'"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt must be"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "a block must be two sizes"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "int8 .* is read, not 4 bits"),
+        ({"quant_method": "bitsandbytes"}, "expected load_in_4bit or load_in_8bit, got neither"),
+        (
+            {
+                "quant_method": "bitsandbytes",
+                "load_in_4bit": True,
+                "bnb_4bit_quant_storage": "bfloat16",
+            },
+            "bnb_4bit_quant_storage must be one of 'uint8', got 'bfloat16'",
+        ),
+        ({"quant_method": "modelopt"}, "quant_algo must be one of 'FP8', 'NVFP4', got None"),
         ({"quant_method": "compressed-tensors"}, "config_groups must quantise all"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "bitmask"}},

@@ -83,7 +83,8 @@ class ModelConfig:
 
     @classmethod
     def from_path(cls, folder: Path) -> ModelConfig:
-        """Reads ``config.json``, and the end-of-sequence ids of ``generation_config.json``."""
+        """Reads ``config.json``, the end-of-sequence ids of ``generation_config.json``, and what
+        Model Optimizer says in a file of its own."""
         if not folder.is_dir():
             raise FileNotFoundError(f"model must be a folder with a config.json: {folder} is none")
         values = _read_json(folder / "config.json")
@@ -100,6 +101,12 @@ class ModelConfig:
             except ValueError as error:
                 raise ValueError(f"{generation}: {error}") from error
             values = values | ({} if eos is None else {"eos_token_id": eos})
+        optimizer = folder / "hf_quant_config.json"
+        if optimizer.is_file() and not values.get("quantization_config"):
+            quantization = _read_json(optimizer).get("quantization")
+            if isinstance(quantization, Mapping):
+                quantization = {"quant_method": "modelopt", **quantization}
+            values = values | {"quantization_config": quantization}
         try:
             return cls.from_dict(values)
         except (ValueError, TypeError) as error:

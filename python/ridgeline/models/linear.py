@@ -105,6 +105,32 @@ class Int4Linear:
 
 
 @dataclass(frozen=True)
+class WeightOnlyFp8Linear:
+    """fp8 weights with a scale for each output, times inputs as they are."""
+
+    weight: Tensor
+    scale: Tensor
+    bias: Tensor | None
+    batch_invariant: bool = False
+
+    folded_rows = 8
+    unit = "bf16"
+    codes = None
+
+    def __call__(
+        self,
+        x: Tensor | Codes,
+        activation: str | None = None,
+        *,
+        norm: RmsNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(x, Tensor)
+        fused = _fused(self, activation, norm, residual)
+        return ops.fp8_linear(x, self.weight, self.scale, self.bias, **fused)
+
+
+@dataclass(frozen=True)
 class Fp8Linear:
     """fp8 weights with a scale for each output, times inputs quantised here, a scale a token, or
     where they are made, with scales of 256 columns (:meth:`codes_for`)."""
@@ -220,7 +246,7 @@ class Int8Linear(Fp8Linear):
 
 
 def _fused(
-    linear: DenseLinear | Int4Linear | Fp8Linear,
+    linear: DenseLinear | Int4Linear | WeightOnlyFp8Linear | Fp8Linear,
     activation: str | None,
     norm: RmsNorm | None,
     residual: Tensor | None,

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from ridgeline import ops
-from ridgeline.models.linear import DenseLinear, Fp8Linear, Int4Linear, Int8Linear, Linear
+from ridgeline.models.linear import (
+    DenseLinear,
+    Fp8Linear,
+    Int4Linear,
+    Int8Linear,
+    Linear,
+    WeightOnlyFp8Linear,
+)
 from ridgeline.models.norms import RmsNorm
 from ridgeline.quant.stored import FP8_BLOCK, Expanded, GroupedCodes, ScaledCodes
 
@@ -76,6 +83,8 @@ def stored_linear(
     elif isinstance(weight, ScaledCodes):
         codes, scale = weight.codes, weight.scale.contiguous()
         is_int8 = codes.dtype == torch.int8
+        if weight.block is None and weight.weight_only:
+            return WeightOnlyFp8Linear(codes, scale, bias, batch_invariant), None
         if weight.block is None:
             kind = Int8Linear if is_int8 else Fp8Linear
             return kind(codes, scale, bias, batch_invariant), None

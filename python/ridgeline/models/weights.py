@@ -211,6 +211,7 @@ class Checkpoint:
             expected |= self._layout(part) or {part.name: part.shape}
         problems = [f"missing: {name} {list(shape)}" for name, shape in expected.items()
                     if name not in self._stored]  # fmt: skip
+        own = {} if self._config.stored_format is None else self._config.stored_format.dtypes
         for name, (shape, dtype) in self._stored.items():
             if name not in expected:
                 if not self._may_be_left_over(name) and not self._is_zero_bias(name):
@@ -219,7 +220,7 @@ class Checkpoint:
                 problems.append(
                     f"wrong shape: {name}: expected {list(expected[name])}, got {list(shape)}"
                 )
-            elif (wanted := wrong_dtype(name, dtype)) is not None:
+            elif (wanted := wrong_dtype(name, dtype, own)) is not None:
                 problems.append(f"wrong dtype: {name}: expected {wanted}, got {dtype}")
         for part in parts:
             plain = self._layout(part) is None and part.name in self._stored

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from ridgeline.quant.four_bits import Nvfp4, PackedMxfp4
 from ridgeline.quant.layout import (
     INPUT_SCALES,
     Format,
@@ -18,6 +19,7 @@ from ridgeline.quant.layout import (
     TensorInfo,
     block_of,
     checked_groups,
+    one_of,
     pack_words,
     unpack_words,
 )
@@ -37,6 +39,7 @@ class CompressedTensors:
     block: tuple[int, int] | None
 
     ignored = (*INPUT_SCALES, ".input_zero_point", ".weight_shape", ".input_global_scale")
+    dtypes: ClassVar[Mapping[str, str]] = {}
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored
@@ -92,10 +95,13 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
         raise ValueError(f"quantization_config: sparsity {sparsity['format']!r} is not read")
     if (config.get("transform_config") or {}).get("config_groups"):
         raise ValueError("quantization_config: transform_config (rotations) is not read")
-    found = set()
+    found: set[Format] = set()
     for group in (config.get("config_groups") or {}).values():
         weights = group.get("weights") or {}
         kind, bits = weights.get("type", "int"), weights.get("num_bits", 8)
+        if (kind, bits) == ("float", 4):
+            found.add(_four_bit_floats(weights))
+            continue
         if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
             raise ValueError(f"quantization_config: weights of {kind} {bits} bits are not read")
         by_group = weights.get("strategy") == "group"
@@ -113,6 +119,13 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
             f"got {len(found)}"
         )
     return found.pop()
+
+
+def _four_bit_floats(weights: Mapping[str, Any]) -> Format:
+    columns = one_of(weights, "group_size", (16, 32), None)
+    if columns == 32:
+        return PackedMxfp4()
+    return Nvfp4("weight_packed", "weight_global_scale", divides=True)
 
 
 def written(weight: GroupedCodes | ScaledCodes) -> dict[str, Tensor]:

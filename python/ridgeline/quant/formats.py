@@ -5,12 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from ridgeline.quant.compressed_tensors import compressed_tensors
+from ridgeline.quant.four_bits import Mxfp4, Nvfp4, TableCodes
 from ridgeline.quant.layout import (
     INPUT_SCALES,
     Format,
@@ -23,7 +24,7 @@ from ridgeline.quant.layout import (
     pack_words,
     unpack_words,
 )
-from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, Weight
+from ridgeline.quant.stored import GroupedCodes, Weight
 
 _LEAVES = "-:"  # begins a rule of GPTQModel's "dynamic" for modules that are not quantised
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # nibble i of a word is column 8 j + _AWQ_ORDER[i]
@@ -38,6 +39,7 @@ def format_of(config: Mapping[str, Any]) -> Format:
         "compressed-tensors": compressed_tensors,
         "fp8": _fp8,
         "gptq": _gptq,
+        "modelopt": _modelopt,
         "mxfp4": lambda _: Mxfp4(),
     }
     if method not in makers:
@@ -77,6 +79,7 @@ class Awq:
     group: int
 
     ignored = ()
+    dtypes: ClassVar[Mapping[str, str]] = {}
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored
@@ -123,6 +126,7 @@ class Gptq:
     zero_offset: int
 
     ignored = (".bias_scale",)
+    dtypes: ClassVar[Mapping[str, str]] = {}
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored
@@ -242,72 +246,16 @@ def _fp8(config: Mapping[str, Any]) -> Format:
 
 
 def _bitsandbytes(config: Mapping[str, Any]) -> Format:
-    if config.get("load_in_4bit") or not config.get("load_in_8bit"):
-        raise ValueError(
-            "quantization_config: of bitsandbytes' formats int8 (load_in_8bit) is read, not 4 bits"
-        )
+    if config.get("load_in_4bit"):
+        one_of(config, "bnb_4bit_quant_storage", ("uint8",), "uint8")
+        return TableCodes()
+    if not config.get("load_in_8bit"):
+        raise ValueError("quantization_config: expected load_in_4bit or load_in_8bit, got neither")
     return ScaledFormat("I8", "SCB", scale_unit=1 / 127, ignored=(".weight_format",))
 
 
-# ---- MXFP4 -------------------------------------------------------------------------------------
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = _FLOAT32_BIAS = 127
-_FLOAT32_MANTISSA = 23
-_E4M3_TOP, _E4M3_BOTTOM = 6, -8
-"""Powers of two by which e4m3 has each value of e2m1: up to 6 * 2**6, from 0.5 * 2**-8 on."""
-
-
-@dataclass(frozen=True)
-class Mxfp4:
-    """gpt-oss's experts: 4-bit floats, low nibble first, 32 columns to a power of two.
-
-    The weights of all experts are one tensor ``[experts, rows, columns / 32, 16]``, not transposed
-    as they are where they are not quantised. Read as e4m3 with a power of two a row: half the bytes
-    of 16 bits and the same values. Source: OCP, "Microscaling Formats", 2023.
-    """
-
-    ignored = ()
-
-    def layout(
-        self, module: str, N: int, K: int, stored: Stored
-    ) -> dict[str, tuple[int, ...]] | None:
-        blocks, scales = f"{module}_blocks", f"{module}_scales"
-        if blocks not in stored:
-            return None
-        experts = max(stored[blocks].shape[0], 1) if stored[blocks].shape else 1
-        groups = (experts, N // experts, K // 32)
-        return {blocks: (*groups, 16), scales: groups}
-
-    def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
-        blocks, scales = get(f"{module}_blocks"), get(f"{module}_scales")
-        values = torch.tensor(_E2M1, dtype=torch.float32, device=blocks.device)
-        values = torch.cat((values, -values))
-        exponents = scales.int() - _E8M0_BIAS
-        of_rows = _row_exponents(blocks, exponents)
-        if of_rows is not None:
-            exponents = (exponents - of_rows).clamp(max=_E4M3_TOP)  # beyond are groups of zeros
-        dtype = torch.bfloat16 if of_rows is None else torch.float8_e4m3fn
-        made = torch.empty((len(blocks), N // len(blocks), K), dtype=dtype, device=blocks.device)
-        for i, (words, powers) in enumerate(zip(blocks, exponents)):  # as indices codes take much
-            codes = torch.stack((words & 15, words >> 4), -1).flatten(-2).int()
-            made[i] = torch.ldexp(values[codes], powers.unsqueeze(-1)).flatten(-2).to(dtype)
-        if of_rows is None:
-            return Expanded(made.view(N, K), "exponents of 4-bit floats are too far apart in a row")
-        scale = ((of_rows + _FLOAT32_BIAS) << _FLOAT32_MANTISSA).view(torch.float32)
-        return ScaledCodes(made.view(N, K), scale.flatten(), weight_only=True)
-
-
-def _row_exponents(blocks: Tensor, exponents: Tensor) -> Tensor | None:
-    """``[experts, rows, 1]``, the power of two of each row's scale with which its values are e4m3,
-    exactly: largest and smallest exponent are 14 apart at most. None: of some row they are not.
-
-    Args:
-        blocks: ``[experts, rows, groups, 16]``. exponents: ``[experts, rows, groups]``.
-    """
-    no_zeros = ((blocks & 0x77) != 0).any(-1)  # a group of zeros may have any exponent
-    high = exponents.masked_fill(~no_zeros, -_E8M0_BIAS).amax(-1, keepdim=True)
-    high = torch.where(no_zeros.any(-1, keepdim=True), high, _E4M3_TOP)
-    low = torch.where(no_zeros, exponents, high).amin(-1, keepdim=True)
-    fits = (high - low <= _E4M3_TOP - _E4M3_BOTTOM) & (high > -100) & (high <= _E8M0_BIAS)
-    return high - _E4M3_TOP if bool(fits.all()) else None
+def _modelopt(config: Mapping[str, Any]) -> Format:
+    """NVIDIA's Model Optimizer."""
+    if one_of(config, "quant_algo", ("FP8", "NVFP4"), None) == "FP8":
+        return ScaledFormat("F8_E4M3", "weight_scale", ignored=INPUT_SCALES)
+    return Nvfp4("weight", "weight_scale_2", divides=False)

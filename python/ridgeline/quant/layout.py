@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -39,6 +39,11 @@ class Format(Protocol):
         """Ends of names that say nothing about the weight's values."""
         ...
 
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        """Of ends of names, in safetensors' words, where they are not those of most formats."""
+        ...
+
     def layout(
         self, module: str, N: int, K: int, stored: Stored
     ) -> dict[str, tuple[int, ...]] | None:
@@ -48,18 +53,18 @@ class Format(Protocol):
     def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight: ...
 
 
-_CODES = {
-    "I32": (".qweight", ".qzeros", ".weight_packed", ".weight_zero_point"),
-    "U8": ("_blocks", "_scales"),
-}
+_WORDS = (".qweight", ".qzeros", ".weight_packed", ".weight_zero_point")
 _FLOATING = (".scales", ".weight_scale", ".weight_scale_inv", ".SCB")
 
 
-def wrong_dtype(name: str, dtype: str) -> str | None:
-    """What the dtype of a tensor in :meth:`Format.layout` should be, if it is another."""
-    for wanted, ends in _CODES.items():
-        if name.endswith(ends) and dtype != wanted:
-            return wanted
+def wrong_dtype(name: str, dtype: str, own: Mapping[str, str]) -> str | None:
+    """What the dtype of a tensor in :meth:`Format.layout` should be, if it is another. ``own``: the
+    format's :attr:`Format.dtypes`."""
+    for end, wanted in own.items():
+        if name.endswith(end):
+            return None if dtype == wanted else wanted
+    if name.endswith(_WORDS) and dtype != "I32":
+        return "I32"
     if name.endswith(_FLOATING) and not dtype.startswith(("F", "BF")):
         return "a floating dtype"
     return "I32" if name.endswith("g_idx") and dtype not in ("I32", "I64") else None
@@ -119,6 +124,8 @@ class ScaledFormat:
     block: tuple[int, int] | None = None
     scale_unit: float = 1.0
     ignored: tuple[str, ...] = ()
+
+    dtypes: ClassVar[Mapping[str, str]] = {}
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored

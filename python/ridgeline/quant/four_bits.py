@@ -1,0 +1,242 @@
+"""Four-bit floats and codes of a table, which no product takes as they are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ridgeline.quant.layout import INPUT_SCALES, Get, Stored
+from ridgeline.quant.stored import Expanded, ScaledCodes, Weight
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = _FLOAT32_BIAS = 127
+_FLOAT32_MANTISSA = 23
+_E4M3_TOP, _E4M3_BOTTOM = 6, -8
+"""Powers of two by which e4m3 has each value of e2m1: up to 6 * 2**6, from 0.5 * 2**-8 on."""
+
+
+def _bytes(name: str, get: Get) -> Tensor:
+    """Of a weight whose name says nothing about its dtype."""
+    packed = get(name)
+    if packed.dtype != torch.uint8:
+        raise ValueError(f"{name}: expected U8, got {packed.dtype}")
+    return packed
+
+
+def _nibbles(packed: Tensor) -> Tensor:
+    """``[..., bytes]`` to ``[..., 2 * bytes]``, low ones first."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def _floats(codes: Tensor) -> Tensor:
+    """The float32 of 4-bit floats: a sign, two bits of exponent, one of mantissa."""
+    values = torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)
+    return torch.cat((values, -values))[codes.int()]
+
+
+# ---- MXFP4: 32 columns to a power of two -------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mxfp4:
+    """gpt-oss's experts: 4-bit floats, low nibble first, 32 columns to a power of two.
+
+    The weights of all experts are one tensor ``[experts, rows, columns / 32, 16]``, not transposed
+    as they are where they are not quantised. Read as e4m3 with a power of two a row: half the bytes
+    of 16 bits and the same values. Source: OCP, "Microscaling Formats", 2023.
+    """
+
+    ignored = ()
+    dtypes: ClassVar[Mapping[str, str]] = {"_blocks": "U8", "_scales": "U8"}
+
+    def layout(
+        self, module: str, N: int, K: int, stored: Stored
+    ) -> dict[str, tuple[int, ...]] | None:
+        blocks, scales = f"{module}_blocks", f"{module}_scales"
+        if blocks not in stored:
+            return None
+        experts = max(stored[blocks].shape[0], 1) if stored[blocks].shape else 1
+        groups = (experts, N // experts, K // 32)
+        return {blocks: (*groups, 16), scales: groups}
+
+    def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
+        return _from_blocks(get(f"{module}_blocks"), get(f"{module}_scales"))
+
+
+@dataclass(frozen=True)
+class PackedMxfp4:
+    """The same of one matrix, as compressed-tensors stores it ("mxfp4-pack-quantized")."""
+
+    ignored = (*INPUT_SCALES, ".weight_shape")
+    dtypes: ClassVar[Mapping[str, str]] = {".weight_packed": "U8", ".weight_scale": "U8"}
+
+    def layout(
+        self, module: str, N: int, K: int, stored: Stored
+    ) -> dict[str, tuple[int, ...]] | None:
+        packed = f"{module}.weight_packed"
+        if packed not in stored:
+            return None
+        return {packed: (N, K // 2), f"{module}.weight_scale": (N, K // 32)}
+
+    def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
+        blocks = get(f"{module}.weight_packed").view(1, N, K // 32, 16)
+        return _from_blocks(blocks, get(f"{module}.weight_scale")[None])
+
+
+def _from_blocks(blocks: Tensor, scales: Tensor) -> Weight:
+    """Of ``[experts, rows, groups, 16]`` and ``[experts, rows, groups]``, the rows of all."""
+    experts, rows, groups, _ = blocks.shape
+    exponents = scales.int() - _E8M0_BIAS
+    of_rows = _row_exponents(blocks, exponents)
+    if of_rows is not None:
+        exponents = (exponents - of_rows).clamp(max=_E4M3_TOP)  # beyond are groups of zeros
+    dtype = torch.bfloat16 if of_rows is None else torch.float8_e4m3fn
+    made = torch.empty((experts, rows, groups * 32), dtype=dtype, device=blocks.device)
+    for i, (words, powers) in enumerate(zip(blocks, exponents)):  # as indices codes take much
+        values = torch.ldexp(_floats(_nibbles(words)), powers.unsqueeze(-1))
+        made[i] = values.flatten(-2).to(dtype)
+    made = made.flatten(0, 1)
+    if of_rows is None:
+        return Expanded(made, "exponents of 4-bit floats are too far apart in a row")
+    scale = ((of_rows + _FLOAT32_BIAS) << _FLOAT32_MANTISSA).view(torch.float32)
+    return ScaledCodes(made, scale.flatten(), weight_only=True)
+
+
+def _row_exponents(blocks: Tensor, exponents: Tensor) -> Tensor | None:
+    """``[experts, rows, 1]``, the power of two of each row's scale with which its values are e4m3,
+    exactly: largest and smallest exponent are 14 apart at most. None: of some row they are not.
+
+    Args:
+        blocks: ``[experts, rows, groups, 16]``. exponents: ``[experts, rows, groups]``.
+    """
+    no_zeros = ((blocks & 0x77) != 0).any(-1)  # a group of zeros may have any exponent
+    high = exponents.masked_fill(~no_zeros, -_E8M0_BIAS).amax(-1, keepdim=True)
+    high = torch.where(no_zeros.any(-1, keepdim=True), high, _E4M3_TOP)
+    low = torch.where(no_zeros, exponents, high).amin(-1, keepdim=True)
+    fits = (high - low <= _E4M3_TOP - _E4M3_BOTTOM) & (high > -100) & (high <= _E8M0_BIAS)
+    return high - _E4M3_TOP if bool(fits.all()) else None
+
+
+# ---- NVFP4: 16 columns to an e4m3, and a float32 for all ---------------------------------------
+
+
+@dataclass(frozen=True)
+class Nvfp4:
+    """4-bit floats, low nibble first, as compressed-tensors and Model Optimizer store them.
+
+    Attributes:
+        packed, whole: ends of the names of the codes and of the matrix's scale.
+        divides: whether that divides the scales of columns, or multiplies them.
+    """
+
+    packed: str
+    whole: str
+    divides: bool
+
+    ignored = (*INPUT_SCALES, ".input_global_scale", ".weight_shape")
+    dtypes: ClassVar[Mapping[str, str]] = {
+        ".weight_packed": "U8",
+        ".weight_scale": "F8_E4M3",
+        ".weight_global_scale": "F32",
+        ".weight_scale_2": "F32",
+    }
+
+    def layout(
+        self, module: str, N: int, K: int, stored: Stored
+    ) -> dict[str, tuple[int, ...]] | None:
+        packed, whole = f"{module}.{self.packed}", f"{module}.{self.whole}"
+        # Other weights have the name, too, that Model Optimizer gives to codes.
+        if packed not in stored or stored[packed].dtype.startswith(("F", "BF")):
+            return None
+        of_all = stored[whole].shape if whole in stored else ()
+        return {
+            packed: (N, K // 2),
+            f"{module}.weight_scale": (N, K // 16),
+            whole: of_all if of_all in ((), (1,)) else (),
+        }
+
+    def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
+        scale = get(f"{module}.weight_scale").float().unsqueeze(-1)
+        of_all = get(f"{module}.{self.whole}").reshape(())
+        packed = _bytes(f"{module}.{self.packed}", get)
+        values = _floats(_nibbles(packed)).unflatten(-1, (-1, 16))
+        values *= scale  # exact
+        values = values / of_all if self.divides else values * of_all
+        return Expanded(values.flatten(-2), "no product takes 4-bit floats by scales of 16 columns")
+
+
+# ---- bitsandbytes: codes of a table ------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TableCodes:
+    """bitsandbytes' nf4 and fp4: 16 values, high nibble first, and a largest magnitude for 64
+    weights that follow each other, row by row; these may be 8-bit codes of a table, too.
+
+    Source: Dettmers et al., "QLoRA", 2023.
+    """
+
+    ignored = ()
+    dtypes: ClassVar[Mapping[str, str]] = {
+        ".quant_map": "F32",
+        ".nested_quant_map": "F32",
+        ".nested_absmax": "F32",
+        ".bitsandbytes__nf4": "U8",
+        ".bitsandbytes__fp4": "U8",
+    }
+
+    def layout(
+        self, module: str, N: int, K: int, stored: Stored
+    ) -> dict[str, tuple[int, ...]] | None:
+        weight = f"{module}.weight"
+        state = _state_of(weight, stored)
+        if state is None:
+            return None
+        ends = ["absmax", "nested_absmax", "nested_quant_map"]
+        if f"{weight}.nested_absmax" not in stored:
+            ends = ends[:1]
+        names = [state, *(f"{weight}.{end}" for end in ends)]
+        # How many weights share a magnitude is not said by shapes: read() compares.
+        shapes = {name: stored[name].shape if name in stored else (-1,) for name in names}
+        return {weight: (-(-N * K // 2), 1), f"{weight}.quant_map": (16,)} | shapes
+
+    def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
+        weight = f"{module}.weight"
+        name = _state_of(weight, stored)
+        assert name is not None
+        state = json.loads(bytes(get(name).tolist()))
+        largest = self._largest(weight, state, stored, get)
+        each = int(state["blocksize"])
+        expected = {"shape": [N, K], "absmax": -(-N * K // each)}
+        got = {"shape": list(state["shape"]), "absmax": len(largest)}
+        if got != expected:
+            raise ValueError(f"{weight}: expected {expected} of blocks of {each}, got {got}")
+        packed = _bytes(weight, get).flatten()
+        codes = torch.stack((packed >> 4, packed & 15), -1).flatten()[: N * K]
+        values = get(f"{weight}.quant_map")[codes.int()]
+        values *= largest.repeat_interleave(each)[: N * K]
+        return Expanded(values.view(N, K), "no product takes 4-bit codes of a table")
+
+    @staticmethod
+    def _largest(weight: str, state: Mapping[str, Any], stored: Stored, get: Get) -> Tensor:
+        """Of each block."""
+        largest = get(f"{weight}.absmax")
+        nested = f"{weight}.nested_absmax" in stored
+        wanted = torch.uint8 if nested else torch.float32
+        if largest.dtype != wanted:
+            raise ValueError(f"{weight}.absmax: expected {wanted}, got {largest.dtype}")
+        if not nested:
+            return largest
+        of_blocks = get(f"{weight}.nested_absmax").repeat_interleave(int(state["nested_blocksize"]))
+        table = get(f"{weight}.nested_quant_map")
+        return table[largest.int()] * of_blocks[: len(largest)] + float(state["nested_offset"])
+
+
+def _state_of(weight: str, stored: Stored) -> str | None:
+    names = (f"{weight}.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
+    return next((name for name in names if name in stored), None)
