@@ -24,6 +24,8 @@ _MAKERS: dict[str, Maker] = {
     "int8": LinearInt8.from_torch,
 }
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+_STEP = r"\.\w+|\[[^\[\]]*\]"
+_WEIGHT_OF_SELF = rf"\bself((?:{_STEP})+)\.weight\b"
 
 
 @dataclass(frozen=True)
@@ -147,17 +149,38 @@ def _reason_to_leave(
         return "it has hooks"
     if "forward" in child.__dict__:
         return "its forward is replaced"
-    above, _, attribute = name.rpartition(".")
-    kind: Any = type(module.get_submodule(above))
-    if re.search(rf"\bself\.{re.escape(attribute)}\.weight\b", _source_of(kind)):
-        return f"its weight is read by the {kind.__name__}"
+    reader = _reader_of(module, name)
+    return None if reader is None else f"its weight is read by the {reader}"
+
+
+def _reader_of(module: nn.Module, name: str) -> str | None:
+    """The class of a module above a layer that reads its weight itself. Weights of other formats
+    are no tensors of the layer's dtype, which a fast path would multiply or inputs be cast to."""
+    path = name.split(".")
+    for depth, part in enumerate(path):
+        kind: Any = type(module)
+        below = path[depth:]
+        for read in _weights_read_by(kind):
+            if len(read) == len(below) and all(r in ("[]", p) for r, p in zip(read, below)):
+                return str(kind.__name__)
+        module = module.get_submodule(part)
     return None
 
 
 @cache
+def _weights_read_by(kind: type) -> frozenset[tuple[str, ...]]:
+    """The ``x[i].y`` of every ``self.x[i].y.weight`` in the code of a class and of those that it
+    inherits from, as ``("x", "[]", "y")``: any index is "[]"."""
+    own = [base for base in kind.__mro__ if base not in (nn.Module, object)]
+    found = re.findall(_WEIGHT_OF_SELF, "\n".join(map(_source_of, own)))
+    return frozenset(
+        tuple("[]" if step[0] == "[" else step[1:] for step in re.findall(_STEP, path))
+        for path in found
+    )
+
+
 def _source_of(kind: type) -> str:
-    """The code of a class; empty if it is not there. Weights of other formats are no tensors of
-    the layer's dtype, which a fast path would multiply or inputs be cast to."""
+    """The code of a class; empty if it is not there."""
     try:
         return getsource(kind)
     except (OSError, TypeError):

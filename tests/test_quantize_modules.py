@@ -1,0 +1,52 @@
+"""Layers that ``quantize_`` cannot stand for are left, and each says why."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ridgeline
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+class Inherits(nn.TransformerEncoderLayer):
+    """The fast path that reads the weights is in the code of the base class."""
+
+
+class ReadsFurtherDown(nn.Module):
+    """As vision towers, whose type is that of a layer of their first block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.ModuleDict({"fc": nn.Linear(64, 64)}) for _ in range(2)])
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.to(self.blocks[0]["fc"].weight.dtype)
+        for block in self.blocks:
+            x = block["fc"](x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_weight_that_a_base_class_reads_is_left(dynamic: bool):
+    module, x = Inherits(64, 4, 128, batch_first=True).eval(), torch.randn(2, 5, 64)
+    with torch.inference_mode():
+        expected = module(x)
+        done = ridgeline.quantize_(module, "fp8", dynamic=dynamic)
+        assert torch.equal(module(x), expected)
+    assert dict(done.left)["linear1"] == "its weight is read by the Inherits"
+
+
+def test_a_weight_that_a_module_further_up_reads_is_left():
+    module, x = nn.Sequential(ReadsFurtherDown()).eval(), torch.randn(3, 64)
+    done = ridgeline.quantize_(module, "fp8")
+    with torch.inference_mode():
+        assert module(x).dtype == torch.float32
+    assert done.layers == ("0.head",)  # the index is not read: no block is told from another
+    assert dict(done.left)["0.blocks.1.fc"] == "its weight is read by the ReadsFurtherDown"
