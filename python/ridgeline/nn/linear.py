@@ -169,8 +169,12 @@ class LinearFP8(Product):
         """``.to(dtype)`` would widen the fp8 weight and round the scales: only devices change."""
         weight, scale = self.weight, self.weight_scale
         super()._apply(fn, recurse)
-        self.weight = weight.to(self.weight.device)
-        self.weight_scale = scale.to(self.weight_scale.device)
+        if weight.is_meta:  # no values that could be kept: to_empty
+            self.weight = torch.empty_like(weight, device=self.weight.device)
+            self.weight_scale = torch.empty_like(scale, device=self.weight_scale.device)
+        else:
+            self.weight = weight.to(self.weight.device)
+            self.weight_scale = scale.to(self.weight_scale.device)
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=scale.device)).dtype
         return self
 

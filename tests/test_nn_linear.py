@@ -1,0 +1,42 @@
+"""Quantised linear layers keep their state, wherever it goes, or say what does not fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import ridgeline
+
+FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
+    "int4": ("int4", {"group_size": 32}),
+    "fp8": ("fp8", {}),
+    "fp8 dynamic": ("fp8", {"dynamic": True}),
+    "int8": ("int8", {}),
+}
+
+
+def quantised(name: str, device: str = "cpu") -> nn.Module:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32, bias=False))
+    format, options = FORMATS[name]
+    ridgeline.quantize_(module, format, **options)
+    return module.to(device)
+
+
+def run(module: nn.Module) -> Tensor:
+    with torch.inference_mode():
+        return module(torch.linspace(-1, 1, 3 * 64).view(3, 64))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_module_without_values_takes_those_of_a_state(name: str, assign: bool):
+    module = quantised(name)
+    other = quantised(name, "meta")
+    if not assign:
+        other = other.to_empty(device="cpu")
+    other.load_state_dict(module.state_dict(), assign=assign)
+    assert torch.equal(run(other), run(module))
