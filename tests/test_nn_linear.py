@@ -40,3 +40,15 @@ def test_a_module_without_values_takes_those_of_a_state(name: str, assign: bool)
         other = other.to_empty(device="cpu")
     other.load_state_dict(module.state_dict(), assign=assign)
     assert torch.equal(run(other), run(module))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name, other", [("fp8", "int8"), ("int8", "fp8"), ("int8", "dense")])
+def test_codes_of_another_format_are_refused(name: str, other: str, strict: bool):
+    dense = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32, bias=False))
+    state = (dense if other == "dense" else quantised(other)).state_dict()
+    module = quantised(name)
+    before = run(module)
+    with pytest.raises(RuntimeError, match=r"1\.weight: expected torch\.\w+8\w*, got torch\.\w+"):
+        module.load_state_dict(state, strict=strict)
+    assert torch.equal(run(module), before)

@@ -178,6 +178,18 @@ class LinearFP8(Product):
         self.dtype = fn(torch.empty(0, dtype=self.dtype, device=scale.device)).dtype
         return self
 
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        """All 8-bit layers have the same names and shapes, and a copy would cast the codes."""
+        given = state_dict.get(f"{prefix}weight")
+        if given is None or given.dtype == self.weight.dtype:
+            args = (state_dict, prefix, metadata, strict, missing, unexpected, errors)
+            super()._load_from_state_dict(*args)
+        else:
+            errors.append(f"{prefix}weight: expected {self.weight.dtype}, got {given.dtype}")
+
     def product(self, x: Tensor, **fused: Any) -> Tensor:
         x = autocast_input(x, self.dtype)
         if not self.dynamic:
