@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -50,3 +52,22 @@ def test_a_weight_that_a_module_further_up_reads_is_left():
         assert module(x).dtype == torch.float32
     assert done.layers == ("0.head",)  # the index is not read: no block is told from another
     assert dict(done.left)["0.blocks.1.fc"] == "its weight is read by the ReadsFurtherDown"
+
+
+class Doubled(Tensor):
+    """Means twice what it holds, as quantised and distributed tensors mean something else."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not nn.functional.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        x, weight, *rest = args
+        return func(x, 2 * weight.as_subclass(Tensor), *rest)
+
+
+def test_a_weight_of_a_kind_of_its_own_is_left():
+    module, x = nn.Sequential(nn.Linear(64, 64)), torch.randn(3, 64)
+    module[0].weight = nn.Parameter(torch.randn(64, 64).as_subclass(Doubled))
+    expected = module(x)
+    assert dict(ridgeline.quantize_(module, "int8").left) == {"0": "its weight is a Doubled"}
+    assert torch.equal(module(x), expected)

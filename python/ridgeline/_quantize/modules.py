@@ -11,7 +11,7 @@ from inspect import getsource
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ridgeline._quantize.smooth import Observed
 from ridgeline.nn.linear import Linear, Linear4bit, LinearFP8, LinearInt8, Product
@@ -143,6 +143,8 @@ def _reason_to_leave(
     if type(child) not in (nn.Linear, Linear):
         return f"a {type(child).__name__} may do more than a linear layer"
     weight = child.weight
+    if type(weight) not in (Tensor, nn.Parameter):  # its values may be elsewhere, or a part
+        return f"its weight is a {type(weight).__name__}"
     if weight.device.type not in ("cpu", "cuda") or weight.dtype not in _FLOATS:
         return f"its weight is {weight.dtype} on {weight.device}"
     if child._forward_hooks or child._forward_pre_hooks or hasattr(child, "_hf_hook"):
