@@ -71,3 +71,17 @@ def test_a_weight_of_a_kind_of_its_own_is_left():
     expected = module(x)
     assert dict(ridgeline.quantize_(module, "int8").left) == {"0": "its weight is a Doubled"}
     assert torch.equal(module(x), expected)
+
+
+@pytest.mark.parametrize("fmt", ["int4", "fp8", "int8"])
+def test_any_strides_of_a_weight_will_do(fmt: str):
+    weight = torch.randn(128, 64).t()
+    done = []
+    for own in (weight, weight.contiguous()):
+        module = nn.Sequential(nn.Linear(128, 64))
+        module[0].weight = nn.Parameter(own)
+        module[0].bias = nn.Parameter(torch.linspace(-1, 1, 128)[::2])
+        assert ridgeline.quantize_(module, fmt).layers == ("0",)
+        with torch.inference_mode():
+            done.append(module(torch.linspace(-1, 1, 256).view(2, 128)))
+    assert torch.equal(*done)

@@ -26,6 +26,10 @@ def at_rest(*tensors: Tensor | None) -> None:
         torch.cuda.synchronize()
 
 
+def _bias_of(linear: nn.Linear) -> Tensor | None:
+    return None if linear.bias is None else linear.bias.detach().contiguous()
+
+
 class Product(nn.Module):
     """``act(x @ weight.T + bias) + residual``: :meth:`product` takes what the ops fuse."""
 
@@ -98,7 +102,7 @@ class Linear4bit(Product):
         """Rounds to nearest, as :func:`ridgeline.ops.pack_int4`."""
         weight = ops.pack_int4(linear.weight.detach(), group_size, zero_point)
         at_rest(weight.packed)
-        return cls(weight, None if linear.bias is None else linear.bias.detach())
+        return cls(weight, _bias_of(linear))
 
     @property
     def weight(self) -> ops.Int4Weight:
@@ -160,9 +164,9 @@ class LinearFP8(Product):
     @classmethod
     def from_torch(cls, linear: nn.Linear, *, dynamic: bool = False) -> LinearFP8:
         """A scale for each output, as :func:`ridgeline.ops.quantize_fp8`."""
-        weight, scale = ops.quantize_fp8(linear.weight.detach(), "row")
+        weight, scale = ops.quantize_fp8(rows_of(linear.weight.detach()), "row")
         at_rest(weight)
-        bias = None if linear.bias is None else linear.bias.detach()
+        bias = _bias_of(linear)
         return cls(weight, scale.flatten(), bias, dtype=linear.weight.dtype, dynamic=dynamic)
 
     def _apply(self, fn: Any, recurse: bool = True) -> LinearFP8:
@@ -260,10 +264,9 @@ class LinearInt8(LinearFP8):
         if columns is not None and len(columns):
             kind |= {"outliers": columns, "outlier_weight": weight[:, columns].contiguous()}
             weight = weight.index_fill(1, columns, 0.0)
-        codes, scale = ops.quantize_int8(weight)
+        codes, scale = ops.quantize_int8(rows_of(weight))
         at_rest(codes)
-        bias = None if linear.bias is None else linear.bias.detach()
-        return cls(codes, scale.flatten(), bias, **kind)
+        return cls(codes, scale.flatten(), _bias_of(linear), **kind)
 
     def product(self, x: Tensor, **fused: Any) -> Tensor:
         x = autocast_input(x, self.dtype)
