@@ -407,6 +407,19 @@ def test_a_forward_that_may_be_told_more_is_left(llama: PreTrainedModel, of_laye
     assert counts(done)[LAYER] == 1
 
 
+@pytest.mark.parametrize("key", ["0.weight", "0.bias", "2.weight", "2.bias", "4.weight", "4.bias"])
+def test_parameters_of_strides_that_no_op_reads_are_left(key: str):
+    layers = [nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)]
+    module, x = nn.Sequential(*layers), torch.randn(5, 64)
+    own = module.get_parameter(key)
+    own.data = torch.stack([own.data, own.data], -1)[..., 0]
+    with torch.no_grad():
+        expected = module(x)
+        done = ridgeline.optimize_(module)
+        torch.testing.assert_close(module(x), expected)
+    assert key.split(".")[0] in {name for name, _, _ in done.left}
+
+
 def test_hooks_and_replaced_forwards_are_left():
     tree = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     tree[0].register_forward_hook(lambda *_: None)

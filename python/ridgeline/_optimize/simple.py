@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline import ops
-from ridgeline._optimize.stack import dtype_of, is_product, product, share, stacked
+from ridgeline._optimize.stack import dtype_of, has_rows, is_product, product, share, stacked
 from ridgeline._optimize.swap import (
     BOUND,
     Stranger,
@@ -115,6 +115,8 @@ def linear(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         return None
     if module.weight.dtype not in BOUND:
         return f"no op for {module.weight.dtype}"
+    if not has_rows(module.weight, module.bias):
+        return "its weight or bias is not contiguous"
     if not is_product(module):
         return f"a {type(module).__name__} may do more than a linear layer, or has hooks"
     return Swap("linear", _linear_forward)
@@ -245,7 +247,10 @@ def _is_norm(module: Stranger) -> bool:
     """A layer norm over the last dimension that the op computes, and nothing around it."""
     if type(module) is not nn.LayerNorm or len(module.normalized_shape) != 1:
         return False
-    return is_bare(module) and module.weight is not None and module.weight.dtype in BOUND
+    weight: Tensor | None = module.weight
+    if weight is None or weight.dtype not in BOUND or not has_rows(weight, module.bias):
+        return False
+    return is_bare(module)
 
 
 def row(module: Stranger, dtype: torch.dtype) -> Swap | str | None:

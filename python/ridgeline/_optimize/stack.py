@@ -17,6 +17,7 @@ from ridgeline.nn.linear import (
     Product,
     dense_product,
 )
+from ridgeline.nn.rows import rows_of
 
 
 class _Dense(Product):
@@ -43,7 +44,13 @@ def is_product(module: Stranger) -> bool:
     if dtype_of(module) not in BOUND:
         return False
     weight = module.scales if isinstance(module, Linear4bit) else module.weight
-    return is_bare(module) and weight.device.type in ("cpu", "cuda") and type(weight.data) is Tensor
+    plain = weight.device.type in ("cpu", "cuda") and type(weight.data) is Tensor
+    return is_bare(module) and plain and has_rows(weight, module.bias)
+
+
+def has_rows(weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether the ops read these strides."""
+    return rows_of(weight) is weight and (bias is None or bias.is_contiguous())
 
 
 def product(module: Stranger, x: Tensor, **fused: object) -> Tensor:
