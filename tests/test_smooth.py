@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -162,3 +163,35 @@ def test_options_that_do_not_go_together(format: str, options: dict, message: st
     block, _ = made("rms")
     with pytest.raises(ValueError, match=message):
         ridgeline.quantize_(block, format, **options)
+
+
+def test_layers_that_are_not_as_they_were_seen_are_refused() -> None:
+    block, x = made("rms")
+    seen = ridgeline.observe(block, lambda: block(x))
+    ridgeline.quantize_(block, "int8")
+    with torch.no_grad():
+        expected = block(x)
+    for other in (block, nn.Sequential(), Twice(nn.Tanh())):
+        with pytest.raises(ValueError, match="module: expected 'gate' as it was seen, .* 64 inp"):
+            ridgeline.smooth_(other, seen)
+    assert error(block, x, expected) == 0  # codes times factors, before this was refused
+
+
+def test_columns_of_another_module_are_refused() -> None:
+    block, x = made("rms")
+    seen = ridgeline.observe(block, lambda: block(x))
+    done = ridgeline.quantize_(nn.ModuleDict({"gate": nn.Linear(32, 8)}), "int8", seen=seen)
+    assert done.left == (("gate", "seen: expected 32 columns, as weight has, got [64]"),)
+
+
+def test_what_is_no_module_function_or_number_is_named() -> None:
+    block, x = made("rms")
+    seen = ridgeline.observe(block, lambda: block(x))
+    calls: dict[str, Callable[[], object]] = {
+        "module": lambda: ridgeline.observe(3, lambda: None),  # type: ignore[arg-type]
+        "run": lambda: ridgeline.observe(block, None),  # type: ignore[arg-type]
+        "threshold": lambda: ridgeline.quantize_(block, "int8", seen=seen, threshold="6"),
+    }
+    for argument, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{argument}: expected .*, got "):
+            call()

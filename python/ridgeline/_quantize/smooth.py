@@ -34,6 +34,10 @@ def observe(module: nn.Module, run: Callable[[], object]) -> Observed:
         module: any tree; unchanged.
         run: no graph, no ``torch.compile``: hooks must be called.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected an nn.Module, got {module!r}")
+    if not callable(run):
+        raise TypeError(f"run: expected a function that calls module, got {run!r}")
     largest: dict[str, Tensor] = {}
     fed: dict[str, list[str]] = {}
     outputs: dict[int, tuple[str, Tensor]] = {}  # the tensors are kept, or an id comes again
@@ -102,14 +106,17 @@ def smooth_(module: nn.Module, seen: Observed, *, alpha: float = 0.5) -> tuple[s
         of ``seen.fed``.
 
     Raises:
-        ValueError: alpha outside [0, 1].
+        ValueError: alpha outside [0, 1]; a layer that is not as it was seen, or is quantised.
 
     Source: Xiao et al., "SmoothQuant", 2023.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected an nn.Module, got {module!r}")
     if not isinstance(seen, Observed):
         raise TypeError(f"seen: expected what ridgeline.observe gave, got {seen!r}")
-    if not 0 <= alpha <= 1:
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 <= alpha <= 1:
         raise ValueError(f"alpha: expected a number from 0 to 1, got {alpha}")
+    _expect_as_seen(module, seen)
     changed = []
     names = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     for name, readers in seen.fed.items():
@@ -128,6 +135,17 @@ def smooth_(module: nn.Module, seen: Observed, *, alpha: float = 0.5) -> tuple[s
             weight.mul_(factors.to(weight.dtype))
         changed.append(name)
     return tuple(changed)
+
+
+def _expect_as_seen(module: nn.Module, seen: Observed) -> None:
+    modules = dict(module.named_modules())
+    for name in (reader for readers in seen.fed.values() for reader in readers):
+        layer, columns = modules.get(name), seen.largest[name].numel()
+        if not isinstance(layer, (nn.Linear, Linear)) or layer.in_features != columns:
+            raise ValueError(
+                f"module: expected {name!r} as it was seen, a linear layer of {columns} inputs "
+                f"that is not quantised, got {layer!r}"
+            )
 
 
 def smoothing_factors(of_x: Tensor, of_weights: Tensor, alpha: float) -> Tensor:

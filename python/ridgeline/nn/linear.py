@@ -258,7 +258,12 @@ class LinearInt8(LinearFP8):
                 ``threshold`` are left.
         """
         weight, columns = linear.weight.detach(), None
+        if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+            raise TypeError(f"threshold: expected a number, got {threshold!r}")
         if largest is not None:
+            if largest.shape != (weight.shape[1],):
+                seen, own = list(largest.shape), weight.shape[1]
+                raise ValueError(f"seen: expected {own} columns, as weight has, got {seen}")
             columns = (largest >= threshold).nonzero().flatten().to(weight.device)
         kind: dict[str, Any] = {"dtype": weight.dtype}
         if columns is not None and len(columns):
