@@ -85,3 +85,14 @@ def test_any_strides_of_a_weight_will_do(fmt: str):
         with torch.inference_mode():
             done.append(module(torch.linspace(-1, 1, 256).view(2, 128)))
     assert torch.equal(*done)
+
+
+@pytest.mark.parametrize("call", [lambda m: ridgeline.quantize_(m, "fp8"), ridgeline.optimize_])
+def test_what_is_no_module_is_named(call: Any):
+    with pytest.raises(TypeError, match=r"^mod\w+: expected an nn.Module, got \[\]"):
+        call([])
+
+
+def test_a_format_that_is_no_name_is_refused():
+    with pytest.raises(ValueError, match=r"^format: expected 'int4', 'fp8', 'int8', got \['fp8'\]"):
+        ridgeline.quantize_(nn.Sequential(), ["fp8"])

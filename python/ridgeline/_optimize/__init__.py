@@ -73,8 +73,10 @@ def optimize_(model: nn.Module) -> Optimized:
         The list of swaps and of what was left, and why; its ``undo()`` takes them back.
 
     Raises:
-        ValueError: the model is optimised already.
+        TypeError: no module. ValueError: the model is optimised already.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {model!r}")
     if any("ridgeline_swap" in module.__dict__ for module in model.modules()):
         raise ValueError("model: expected one not optimised yet: undo() the last time first")
     done = Optimized()

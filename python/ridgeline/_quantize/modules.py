@@ -74,9 +74,11 @@ def quantize_(
     Raises:
         ValueError: a format that no op serves; a module changed by :func:`ridgeline.optimize_`,
             which has to come after.
-        TypeError: an option that the format does not have.
+        TypeError: no module; an option that the format does not have.
     """
-    if format not in _MAKERS:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"module: expected an nn.Module, got {module!r}")
+    if not isinstance(format, str) or format not in _MAKERS:
         known = ", ".join(repr(name) for name in _MAKERS)
         raise ValueError(f"format: expected {known}, got {format!r} (no op serves it)")
     if any("ridgeline_swap" in child.__dict__ for child in module.modules()):
