@@ -117,6 +117,15 @@ def test_packing_refuses_a_group_that_is_no_integer() -> None:
         ops.pack_int4(torch.ones(4, 64), 64.0)  # type: ignore[arg-type]
 
 
+def test_a_weight_that_is_not_packed_is_named() -> None:
+    x, weight = torch.ones(2, 64), ops.pack_int4(torch.ones(32, 64), 32)
+    for dense in (torch.ones(32, 64), None):
+        with pytest.raises(TypeError, match="weight: expected an Int4Weight, got (Tensor|None)"):
+            ops.int4_linear(x, dense)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="weight: expected an Int4Experts, got Int4Weight"):
+        ops.grouped_int4_linear(x, weight, torch.tensor([0, 2]))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("shape", [(0, 128), (5, 0), (0, 0)])
 def test_pack_int4_takes_empty_weights(shape: tuple[int, int]) -> None:
     packed = ops.pack_int4(torch.ones(shape), -1, zero_point=True)

@@ -124,10 +124,13 @@ def int4_linear(
 
     Raises:
         ValueError: dtype, device or shape differ from the above; the message names the argument.
+        TypeError: a weight that is no :class:`Int4Weight`.
 
     Source: layout after Frantar et al., "MARLIN", 2024; dequantisation after Kim et al., "Who Says
         Elephants Can't Run", 2022.
     """
+    if not isinstance(weight, Int4Weight):
+        raise TypeError(f"weight: expected an Int4Weight, got {type(weight).__name__}")
     values = x
     if act is not None and x.dtype != weight.scales.dtype:
         raise ValueError(

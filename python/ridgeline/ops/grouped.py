@@ -136,7 +136,10 @@ def grouped_int4_linear(
 
     Raises:
         ValueError: dtype, device or shape differ from the above; the message names the argument.
+        TypeError: a weight that is no :class:`Int4Experts`.
     """
+    if not isinstance(weight, Int4Experts):
+        raise TypeError(f"weight: expected an Int4Experts, got {type(weight).__name__}")
     out = _ops.grouped_int4_linear(
         x,
         weight.packed,
