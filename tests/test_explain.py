@@ -8,7 +8,9 @@ import torch
 import ridgeline
 from op_table import OpCase, Sample
 from ridgeline._explain import _copied
+from ridgeline.roofline import machine
 from ridgeline.roofline.machine import Roofs
+from ridgeline.roofline.timing import time_call
 from test_ops import CASES, clone, context_for, same_bits
 
 ROOFS = Roofs("test", copy=1e12, read=1e12, flops={"fp32": 1e12, "bf16": 1e14}, launch_us=1.0)
@@ -21,6 +23,13 @@ def test_cpu_has_one_route() -> None:
     assert explanation.cost.bytes == 4 * 8 * 4 * 2
     assert (explanation.floor_us, explanation.bound) == (1.0, "launch")
     assert "softmax on the CPU" in str(explanation)
+
+
+def test_without_a_gpu_the_cpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine, "_measure", lambda device: device)
+    assert machine.measure_roofs() == "cpu"
+    assert time_call(lambda: (torch.zeros(8),), torch.neg).us > 0
 
 
 def test_refuses_an_unknown_op() -> None:

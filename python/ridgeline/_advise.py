@@ -87,7 +87,7 @@ def advise_quantization(
     if not counts or min(counts) < 1:
         raise ValueError(f"rows: expected numbers of at least 1, got {counts}")
     if roofs is None:
-        roofs = measure_roofs("cuda" if torch.cuda.is_available() else "cpu")
+        roofs = measure_roofs()
 
     def total(name: str, count: int) -> float:
         return sum(

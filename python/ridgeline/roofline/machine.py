@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.roofline.cost import Cost
-from ridgeline.roofline.timing import time_call
+from ridgeline.roofline.timing import device_or_default, time_call
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,17 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
+def measure_roofs(device: str | torch.device | None = None) -> Roofs:
+    """Measures the device once a process: about a second on a GPU, a few on a CPU.
+
+    Args:
+        device: None: the GPU where PyTorch sees one, else the CPU.
+    """
+    return _measure(str(device_or_default(device)))
+
+
 @cache
-def measure_roofs(device: str = "cuda") -> Roofs:
-    """Measures the device once a process: about a second on a GPU, a few on a CPU."""
+def _measure(device: str) -> Roofs:
     if torch.device(device).type == "cpu":
         return _measure_cpu()
     copy, read = _bandwidth(device, megabytes=512)

@@ -50,13 +50,18 @@ def input_sets(
     return sets, count * (size if touched is None else min(size, touched)) >= COLD_BYTES
 
 
+def device_or_default(device: str | torch.device | None) -> torch.device:
+    """None: the GPU where PyTorch sees one, else the CPU."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
 def time_call(
     make: Callable[[], Sequence[Any]],
     call: Callable[..., Any],
     *,
     launches: int = 20,
     replays: int = 15,
-    device: str | torch.device = "cuda",
+    device: str | torch.device | None = None,
     touched: int | None = None,
 ) -> Timing:
     """Times ``call(*make())``; arguments as in :func:`time_calls`."""
@@ -71,7 +76,7 @@ def time_calls(
     *,
     launches: int = 20,
     replays: int = 15,
-    device: str | torch.device = "cuda",
+    device: str | torch.device | None = None,
     touched: int | None = None,
     least_sets: int = 2,
 ) -> list[Timing]:
@@ -82,12 +87,13 @@ def time_calls(
         calls: the work; on a GPU it is captured, so it must not synchronise.
         launches: calls in one graph (raised to the number of input sets).
         replays: timed replays after untimed ones; CPU: timed calls.
-        device: "cuda" times by events around graph replays, "cpu" by the wall clock.
+        device: "cuda" times by events around graph replays, "cpu" by the wall clock; None: the
+            first where PyTorch sees a GPU, else the second.
         touched: bytes of its inputs that a call reads or writes; None: all.
         least_sets: input sets at the least, for sets that touch parts of the same tensors.
     """
     sets, cold = input_sets(make, touched, least_sets)
-    if torch.device(device).type == "cpu":
+    if device_or_default(device).type == "cpu":
         return [_summary(_cpu_samples(sets, call, replays), cold) for call in calls]
     samples = _graph_samples(sets, calls, max(launches, len(sets)), replays)
     return [_summary(of_one, cold) for of_one in samples]
