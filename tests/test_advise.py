@@ -53,11 +53,12 @@ def test_modules_and_wrong_arguments():
     assert ridgeline.advise_quantization(model, roofs=ROOFS) == shapes
     one = ridgeline.advise_quantization(model, 8, roofs=ROOFS)
     assert one == ridgeline.advise_quantization(model, [8], roofs=ROOFS) and one.rows == (8,)
-    for wrong in ([4, 5], [(4,)], [(4, 4, 4)], [(4.5, 4)], "x"):
-        with pytest.raises(TypeError, match=r"model_or_shapes: expected \(N, K\) of each weight"):
+    for wrong in ([4, 5], [(4,)], [(4, 4, 4)], [(4.5, 4)], [(True, 4)], "x", 3, None):
+        with pytest.raises(TypeError, match=r"model_or_shapes: expected .*\(N, K\) of each weight"):
             ridgeline.advise_quantization(wrong, roofs=ROOFS)
-    with pytest.raises(TypeError, match=r"rows: expected integers, got \[1.5\]"):
-        ridgeline.advise_quantization(model, rows=[1.5], roofs=ROOFS)
+    for rows in ([1.5], True, None, "8"):
+        with pytest.raises(TypeError, match=r"rows: expected integers, got (\[1.5\]|\w|')"):
+            ridgeline.advise_quantization(model, rows=rows, roofs=ROOFS)
     with pytest.raises(ValueError, match="at least one linear layer, got none"):
         ridgeline.advise_quantization(nn.LayerNorm(4), roofs=ROOFS)
     with pytest.raises(ValueError, match=r"rows: expected numbers of at least 1, got \[0\]"):

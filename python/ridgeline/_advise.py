@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,9 +82,9 @@ def advise_quantization(
     both operands in 8 bits, where ``roofs`` has their rate ("int8" is as fast as "fp8").
     """
     shapes = _shapes(model_or_shapes)
-    counts = [rows] if isinstance(rows, int) else list(rows)
-    if not all(isinstance(count, int) for count in counts):
-        raise TypeError(f"rows: expected integers, got {counts}")
+    counts = [rows] if isinstance(rows, int) else rows
+    if not isinstance(counts, Sequence) or not all(map(_is_count, counts)):
+        raise TypeError(f"rows: expected integers, got {rows!r}")
     if not counts or min(counts) < 1:
         raise ValueError(f"rows: expected numbers of at least 1, got {counts}")
     if roofs is None:
@@ -107,13 +108,16 @@ def advise_quantization(
     )
 
 
-def _shapes(model_or_shapes: nn.Module | Iterable[Shape]) -> list[Shape]:
+def _shapes(model_or_shapes: Any) -> list[Shape]:
     if isinstance(model_or_shapes, nn.Module):
         kinds = (nn.Linear, Linear)
         linears = (m for m in model_or_shapes.modules() if isinstance(m, kinds))
         shapes = [(m.out_features, m.in_features) for m in linears]
-    else:
+    elif isinstance(model_or_shapes, Iterable):
         shapes = [_pair(shape) for shape in model_or_shapes]
+    else:
+        message = "model_or_shapes: expected a module or (N, K) of each weight"
+        raise TypeError(f"{message}, got {model_or_shapes!r}")
     if not shapes:
         raise ValueError("model_or_shapes: expected at least one linear layer, got none")
     if any(min(shape) < 1 for shape in shapes):
@@ -121,9 +125,13 @@ def _shapes(model_or_shapes: nn.Module | Iterable[Shape]) -> list[Shape]:
     return shapes
 
 
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _pair(shape: Shape) -> Shape:
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
-    if len(sizes) != 2 or not all(isinstance(size, int) for size in sizes):
+    if len(sizes) != 2 or not all(map(_is_count, sizes)):
         raise TypeError(f"model_or_shapes: expected (N, K) of each weight, got {shape!r}")
     return shape
 
