@@ -154,14 +154,22 @@ def test_a_saved_model_is_the_loaded_one(llama: PreTrainedModel):
         assert torch.equal(llama(ids).logits, expected)
 
 
-def test_weights_loaded_later_are_used(llama: PreTrainedModel):
-    other = copy.deepcopy(llama)
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("name", ["dense", *FORMATS])
+def test_weights_loaded_later_are_used(llama: PreTrainedModel, name: str, assign: bool):
+    other, ids = copy.deepcopy(llama), torch.arange(1, 12)[None]
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.1)
-    ridgeline.optimize_(llama)
-    llama.load_state_dict(other.state_dict())
-    assert torch.equal(generate(llama), generate(other))
+        for model in (llama, other) if name != "dense" else ():
+            ridgeline.quantize_(model, FORMATS[name][0], **FORMATS[name][1])
+        state = copy.deepcopy(other.state_dict())
+        done = [ridgeline.optimize_(model) for model in (llama, other)]
+        llama.load_state_dict(state, assign=assign)
+        assert torch.equal(llama(ids).logits, other(ids).logits)
+        done[0].undo()
+        llama.load_state_dict(state, assign=assign)
+        assert not any(module._load_state_dict_post_hooks for module in llama.modules())
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ridgeline._optimize import decoder, simple
+from ridgeline._optimize.stack import restack
 from ridgeline._optimize.swap import Stranger, Swap
 from ridgeline.nn.linear import Product
 
@@ -42,6 +43,9 @@ class Optimized:
     def undo(self) -> None:
         """Gives every module its own forward and its own weights back; twice is once."""
         for module in reversed(self._modules):
+            hooks = module._load_state_dict_post_hooks
+            for key in [key for key, hook in hooks.items() if hook is restack]:
+                del hooks[key]
             Swap.undo(module)
         self._modules.clear()
         if self._attention is not None:
@@ -92,6 +96,8 @@ def optimize_(model: nn.Module) -> Optimized:
             answer = _reason_to_leave(module) or understand(module, dtype)
             if isinstance(answer, Swap):
                 answer.apply(module)
+                if answer.stacks:
+                    module.register_load_state_dict_post_hook(restack)
                 done._modules.append(module)
                 done.swapped.append((name, answer.what))
                 reasons.pop(name, None)

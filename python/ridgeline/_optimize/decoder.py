@@ -199,7 +199,9 @@ def attention(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         (swaps[0].plan, swaps[1].plan) if swaps else None,
         tuple((name, own) for name, own in _PASSED.items() if hasattr(module, own)),
     )
-    swap = Swap("attention (qkv, rope)", _attention_forward, plan, fused, (*_PROJECTIONS, "o_proj"))
+    served = (*_PROJECTIONS, "o_proj")
+    what = "attention (qkv, rope)"
+    swap = Swap(what, _attention_forward, plan, fused, served, _PROJECTIONS)
     inputs = attention_inputs(module)
     reason = disagreement(module, swap, **inputs)
     if reason is None:

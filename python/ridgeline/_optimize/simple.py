@@ -196,6 +196,7 @@ def mlp(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
             MLPPlan(None, found[2], f"{activation}_mul"),
             fused,
             served,
+            served[:2],
         )
     elif gated:
         plan = MLPPlan(found[0], found[1], f"{activation}_mul")

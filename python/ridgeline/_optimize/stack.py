@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ridgeline import ops
-from ridgeline._optimize.swap import BOUND, Stranger, is_bare
+from ridgeline._optimize.swap import BOUND, Stranger, fused_of, is_bare
 from ridgeline.nn.linear import (
     Linear,
     Linear4bit,
     LinearFP8,
     LinearInt8,
     Product,
+    at_rest,
     dense_product,
 )
 from ridgeline.nn.rows import rows_of
@@ -103,6 +105,24 @@ def stacked(parts: Sequence[Stranger]) -> Product | str:
         kind = {"dynamic": first.dynamic, "persistent": False}
         return type(first)(rows_of, scale, bias, dtype=first.dtype, **kind)
     return _Dense(rows_of, bias)
+
+
+def restack(module: Stranger, _keys: Any = None) -> None:
+    """After a state was loaded into a module with a stack: what was assigned is not part of it, and
+    the scales of 4-bit weights are held twice. Captured graphs read where it is."""
+    whole, parts = fused_of(module), [module._modules[key] for key in module.ridgeline_swap.stacks]
+    fresh = stacked(parts)
+    if isinstance(fresh, str):
+        raise RuntimeError(f"{type(module).__name__}: {fresh}: undo() what optimize_ did first")
+    for key, new in fresh.named_buffers():
+        own = whole._buffers[key]
+        assert own is not None
+        if (own.dtype, own.device) == (new.dtype, new.device):
+            own.copy_(new)
+        else:
+            whole._buffers[key] = new
+    at_rest(*whole.buffers())
+    share(whole, parts)
 
 
 def share(whole: Product, parts: Sequence[Stranger]) -> None:

@@ -29,6 +29,7 @@ class Swap:
         plan: what ``forward`` knows of the module; read from ``module.ridgeline_swap``.
         fused: stacked weights, of which the module's own are views.
         serves: children whose forwards are no longer called.
+        stacks: those whose weights ``fused`` has, in order.
     """
 
     what: str
@@ -36,6 +37,7 @@ class Swap:
     plan: Any = None
     fused: Product | None = None
     serves: tuple[str, ...] = ()
+    stacks: tuple[str, ...] = ()
 
     def apply(self, module: Stranger) -> None:
         module.__dict__["ridgeline_swap"] = self
