@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline import ops
+from ridgeline.nn.kinds import expect_kind
 from ridgeline.nn.linear import Linear, Product
 
 
@@ -47,6 +48,7 @@ class Attention(nn.Module):
             ValueError: ``batch_first`` is false, or it has what the ops do not: keys or values of
                 another width, ``bias_k``, ``add_zero_attn``.
         """
+        expect_kind("attention", attention, nn.MultiheadAttention)
         if not attention.batch_first:
             raise ValueError("batch_first: expected True (inputs [B, S, dim]), got False")
         if attention.in_proj_weight is None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ridgeline import ops
+from ridgeline.nn.kinds import expect_kind
 from ridgeline.nn.rows import rows_of
 
 
@@ -69,6 +70,7 @@ class Linear(Product):
     @classmethod
     def from_torch(cls, linear: nn.Linear) -> Linear:
         """Shares the parameters."""
+        expect_kind("linear", linear, nn.Linear, Linear)
         module = cls(1, 1, linear.bias is not None, device="meta")
         module.in_features, module.out_features = linear.in_features, linear.out_features
         module.weight, module.bias = linear.weight, linear.bias
@@ -100,6 +102,7 @@ class Linear4bit(Product):
         cls, linear: nn.Linear, group_size: int = 128, zero_point: bool = False
     ) -> Linear4bit:
         """Rounds to nearest, as :func:`ridgeline.ops.pack_int4`."""
+        expect_kind("linear", linear, nn.Linear, Linear)
         weight = ops.pack_int4(linear.weight.detach(), group_size, zero_point)
         at_rest(weight.packed)
         return cls(weight, _bias_of(linear))
@@ -164,6 +167,7 @@ class LinearFP8(Product):
     @classmethod
     def from_torch(cls, linear: nn.Linear, *, dynamic: bool = False) -> LinearFP8:
         """A scale for each output, as :func:`ridgeline.ops.quantize_fp8`."""
+        expect_kind("linear", linear, nn.Linear, Linear)
         weight, scale = ops.quantize_fp8(rows_of(linear.weight.detach()), "row")
         at_rest(weight)
         bias = _bias_of(linear)
@@ -257,6 +261,7 @@ class LinearInt8(LinearFP8):
             largest: of each input column, as :func:`ridgeline.observe` saw it; those that reach
                 ``threshold`` are left.
         """
+        expect_kind("linear", linear, nn.Linear, Linear)
         weight, columns = linear.weight.detach(), None
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
             raise TypeError(f"threshold: expected a number, got {threshold!r}")

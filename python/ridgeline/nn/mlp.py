@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline import ops
+from ridgeline.nn.kinds import expect_kind
 from ridgeline.nn.linear import Linear, Product
 
 Gate = Literal["silu_mul", "gelu_mul", "gelu_tanh_mul"]
@@ -41,6 +42,8 @@ class GatedMLP(nn.Module):
         Raises:
             ValueError: gate and up differ in shape, dtype or in having a bias.
         """
+        for name, part in (("gate", gate), ("up", up), ("down", down)):
+            expect_kind(name, part, nn.Linear, Linear)
         if gate.weight.shape != up.weight.shape or gate.weight.dtype != up.weight.dtype:
             raise ValueError(
                 f"up: expected the weight of gate, {gate.weight.dtype} {list(gate.weight.shape)}, "

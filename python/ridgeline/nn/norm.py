@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline import ops
+from ridgeline.nn.kinds import expect_kind
 from ridgeline.nn.rows import rows_of
 
 
@@ -47,6 +48,7 @@ class RMSNorm(nn.Module):
     @classmethod
     def from_torch(cls, norm: nn.RMSNorm) -> RMSNorm:
         """Shares the weight."""
+        expect_kind("norm", norm, nn.RMSNorm)
         weight = expect_one_dimension(norm)
         module = cls(1, default_eps(weight) if norm.eps is None else norm.eps)
         module.weight = weight
@@ -75,6 +77,7 @@ class LayerNorm(nn.Module):
 
     @classmethod
     def from_torch(cls, norm: nn.LayerNorm) -> LayerNorm:
+        expect_kind("norm", norm, nn.LayerNorm)
         module = cls(1, norm.eps)
         module.share(norm)
         return module
@@ -100,6 +103,9 @@ class LayerNormGELU(LayerNorm):
     @classmethod
     def from_torch(cls, norm: nn.LayerNorm, gelu: nn.GELU | None = None) -> LayerNormGELU:
         """The two modules as one; without ``gelu`` the exact one."""
+        expect_kind("norm", norm, nn.LayerNorm)
+        if gelu is not None:
+            expect_kind("gelu", gelu, nn.GELU)
         approximate = "none" if gelu is None else gelu.approximate
         if approximate not in ("none", "tanh"):
             raise ValueError(f"approximate: expected 'none' or 'tanh', got {approximate!r}")
