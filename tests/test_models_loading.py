@@ -117,6 +117,25 @@ def test_all_tensors_that_do_not_fit_are_listed_together(folder: Path):
         assert line in str(caught.value)
 
 
+@pytest.mark.parametrize("change", ["none", "a value", "fewer rows"])
+def test_a_head_of_its_own_beside_a_tie_is_refused(folder: Path, change: str):
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    head = tensors["model.embed_tokens.weight"].clone()
+    if change == "a value":
+        head[-1, -1] += 1
+    tensors["lm_head.weight"] = head[:9].clone() if change == "fewer rows" else head
+    save_file(tensors, path)
+    tiny_model.edit_json(folder / "config.json", tie_word_embeddings=True)
+    if change == "none":
+        open_llm(folder).close()
+        return
+    with pytest.raises(
+        ValueError, match=r"not tied: lm_head\.weight differs from model\.embed_tok"
+    ):
+        open_llm(folder)
+
+
 @pytest.mark.parametrize("size", [0, 4, 100, -8])
 def test_a_truncated_file_is_named(folder: Path, size: int):
     path = folder / "model.safetensors"

@@ -16,6 +16,7 @@ from ridgeline.quant.layout import TensorInfo, wrong_dtype
 from ridgeline.quant.stored import Weight
 
 _INDEX = "model.safetensors.index.json"
+_ROWS = 4096  # of two tensors compared at a time
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
 
@@ -229,6 +230,7 @@ class Checkpoint:
                     f"not a floating-point tensor: {part.name} is {self._stored[part.name].dtype}, "
                     "which config.json gives no quantization_config for"
                 )
+        problems += self._untied()
         if problems:
             raise ValueError(
                 f"the checkpoint in {self._folder} does not fit its config.json "
@@ -277,6 +279,23 @@ class Checkpoint:
         tied_head = self._config.tied_embeddings and name == f"{head}.weight"
         ignored = spec.ignored + (() if stored_format is None else stored_format.ignored)
         return tied_head or name.startswith(spec.ignored) or name.endswith(ignored)
+
+    def _untied(self) -> list[str]:
+        """A head of its own where the configuration ties it: either of them may be meant."""
+        weights = self._config.spec.weights
+        embedding, head = (f"{weights[key][0]}.weight" for key in ("embedding", "head"))
+        if not self._config.tied_embeddings or not {embedding, head} <= self._stored.keys():
+            return []
+        both = [self._file_of[n].get_slice(self.stored_name(n)) for n in (embedding, head)]
+        shapes = [piece.get_shape() for piece in both]
+        starts = range(0, shapes[0][0], _ROWS)
+        pieces = ([part[row : row + _ROWS].float() for part in both] for row in starts)
+        if shapes[0] == shapes[1] and all(torch.equal(*pair) for pair in pieces):
+            return []
+        return [
+            f"not tied: {head} differs from {embedding}, which tie_word_embeddings makes the head: "
+            "leave the tensor out, or set it to false"
+        ]
 
     def _is_zero_bias(self, name: str) -> bool:
         """Early GPTQ tools give every matrix a bias: zeros where the model has none."""
