@@ -15,7 +15,17 @@ from torch import Tensor
 from ridgeline import ops
 from ridgeline._optimize.simple import NormPlan, gated_inner
 from ridgeline._optimize.stack import dtype_of, is_product, product, share, stacked
-from ridgeline._optimize.swap import Stranger, Swap, disagreement, fused_of, is_bare, plan_of, probe
+from ridgeline._optimize.swap import (
+    Stranger,
+    Swap,
+    disagreement,
+    fused_of,
+    is_bare,
+    large,
+    plan_of,
+    probe,
+    weights_beside,
+)
 from ridgeline.nn.rows import rows_of
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
@@ -180,6 +190,9 @@ def attention(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
     bare = all(norm is None or is_bare(norm) for norm in norms)
     if len(swaps) == 1 or not bare or any(s is None or s.what != "rmsnorm" for s in swaps):
         return "the norms of its heads are not swapped"
+    other = weights_beside(module, {*_PROJECTIONS, "o_proj", "q_norm", "k_norm", *_PASSED.values()})
+    if other is not None:
+        return other
     fused = stacked(parts)
     if isinstance(fused, str):
         return fused
@@ -203,7 +216,10 @@ def attention(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
     what = "attention (qkv, rope)"
     swap = Swap(what, _attention_forward, plan, fused, served, _PROJECTIONS)
     inputs = attention_inputs(module)
-    reason = disagreement(module, swap, **inputs)
+    cos, sin = inputs["position_embeddings"]
+    one: dict[str, Any] = {"position_embeddings": (cos[:, :1], sin[:, :1])}
+    one["hidden_states"] = large(inputs["hidden_states"][:, :1])  # which no softmax weighs
+    reason = disagreement(module, swap, **inputs) or disagreement(module, swap, **inputs | one)
     if reason is None:
         share(fused, parts)
     return reason or swap
@@ -271,7 +287,7 @@ def layer(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
     names = ("input_layernorm", "post_attention_layernorm", "self_attn", "mlp")
     if not set(names) <= set(module._modules):
         return None
-    if set(module._modules) != set(names):
+    if set(module._modules) != set(names) or weights_beside(module, names):
         return "it has more than two norms, attention and an MLP"
     if unknown := unknown_argument(module):
         return unknown

@@ -20,8 +20,10 @@ from ridgeline._optimize.swap import (
     disagreement,
     fused_of,
     is_bare,
+    large,
     plan_of,
     probe,
+    weights_beside,
 )
 from ridgeline.nn.linear import Product
 from ridgeline.nn.mlp import gated_product
@@ -176,6 +178,9 @@ def mlp(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         return None
     if not all(key is None or is_product(children[key]) for key in found):
         return "its products are not plain linear layers"
+    other = weights_beside(module, [key for key in found if key is not None])
+    if other is not None:
+        return other
     function = getattr(module, given)
     if isinstance(function, nn.Module) and not is_bare(function):
         return f"its activation ({given}) has hooks or a replaced forward"
@@ -208,6 +213,7 @@ def mlp(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
         swap = Swap(f"linear + {activation}", _plain_forward, plan, serves=served)
     like = next(itertools.chain(first.parameters(), first.buffers()))
     x = probe(like, 2, first.in_features, dtype=dtype_of(first))
+    x[1] = large(x[1])
     reason = disagreement(module, swap, x)
     if reason is None and isinstance(fused, Product):
         share(fused, [children[key] for key in served[:2]])

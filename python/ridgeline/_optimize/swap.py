@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -82,6 +83,21 @@ def probe(like: Tensor, *shape: int, dtype: torch.dtype | None = None) -> Tensor
     generator = torch.Generator("cpu").manual_seed(sum(shape))
     values = torch.randn(shape, generator=generator, device="cpu")
     return values.to(like.device, dtype or like.dtype)
+
+
+def large(x: Tensor) -> Tensor:
+    """Inputs that some forwards clamp; their products stay below float16's 65504."""
+    return x * (8 if x.dtype == torch.float16 else 30)
+
+
+def weights_beside(module: Stranger, known: Collection[str]) -> str | None:
+    """Why a module is no more than its known children and parameters, as far as weights go.
+
+    A trial does not see those that change nothing yet: a scale of one, an adapter of zeros.
+    """
+    tensors = itertools.chain(module.named_parameters(), module.named_buffers(recurse=False))
+    other = next((name for name, _ in tensors if name.split(".")[0] not in known), None)
+    return None if other is None else f"it has {other} too"
 
 
 def disagreement(module: Stranger, swap: Swap, *args: Any, **kwargs: Any) -> str | None:
