@@ -45,6 +45,35 @@ def test_an_mlp_with_more_than_a_trial_shows_is_left(kind: str):
     assert left.get("0", "").startswith(reasons.get(kind, ""))
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2, self.act = nn.Linear(64, 96), nn.Linear(96, 64), nn.GELU()
+
+    def forward(self, hidden: Tensor, scale: float = 1.0) -> Tensor:
+        return self.fc2(input=self.act(self.fc1(hidden))) * scale
+
+
+def test_arguments_that_were_not_tried_go_to_the_forward_itself():
+    torch.manual_seed(0)
+    module, x = nn.ModuleList([Gated("none"), Scaled()]), torch.randn(3, 64)
+    norm, row = nn.LayerNorm(64), nn.Sequential(nn.Linear(64, 8), nn.ReLU())
+    module.extend([norm, row])
+    calls = [
+        lambda: module[0](x=x),
+        lambda: module[1](hidden=x),
+        lambda: module[1](x, 3.0),
+        lambda: module[1](x, scale=3.0),
+        lambda: norm(input=x),
+        lambda: row(input=x),
+    ]
+    with torch.no_grad():
+        expected = [call() for call in calls]
+        assert len(ridgeline.optimize_(module).swapped) == 4
+        for call, want in zip(calls, expected, strict=True):
+            torch.testing.assert_close(call(), want)
+
+
 @pytest.mark.parametrize("clip", [None, 8.0])
 def test_attention_that_clamps_large_values_is_left(clip: float | None):
     torch.manual_seed(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import torch
@@ -49,6 +50,19 @@ _KINDS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def _of_x_alone(forward: Callable[[Stranger, Tensor], Any]) -> Callable[..., Any]:
+    """A call with a name or anything else beside it is for the module's own forward: what else it
+    takes was not tried."""
+
+    @wraps(forward)
+    def call(self: Stranger, *args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1:
+            return type(self).forward(self, *args, **kwargs)
+        return forward(self, args[0])
+
+    return call
+
+
 # ---- Norms --------------------------------------------------------------------------------------
 
 
@@ -65,6 +79,7 @@ def _has_op(weight: Tensor, x: Tensor) -> bool:
     return x.dtype in BOUND and weight.dtype in (x.dtype, torch.float32)
 
 
+@_of_x_alone
 def _rms_forward(self: Stranger, x: Tensor) -> Tensor:
     if not _has_op(self.weight, x):
         return type(self).forward(self, x)
@@ -72,6 +87,7 @@ def _rms_forward(self: Stranger, x: Tensor) -> Tensor:
     return ops.rmsnorm(rows_of(x), self.weight, plan.eps, offset=plan.offset, weights_ready=True)
 
 
+@_of_x_alone
 def _layer_forward(self: Stranger, x: Tensor) -> Tensor:
     if not _has_op(self.weight, x):
         return type(self).forward(self, x)
@@ -107,6 +123,7 @@ def norm(module: Stranger, dtype: torch.dtype) -> Swap | str | None:
 # ---- Products -----------------------------------------------------------------------------------
 
 
+@_of_x_alone
 def _linear_forward(self: Stranger, x: Tensor) -> Tensor:
     return product(self, x)
 
@@ -158,10 +175,12 @@ def gated_inner(module: Stranger, x: Tensor, **norm: Any) -> Tensor:
     return gated_product(up, x, plan.activation, **norm)
 
 
+@_of_x_alone
 def _gated_forward(self: Stranger, x: Tensor) -> Tensor:
     return product(self._modules[plan_of(self).down], gated_inner(self, x))
 
 
+@_of_x_alone
 def _plain_forward(self: Stranger, x: Tensor) -> Tensor:
     plan = plan_of(self)
     inner = product(self._modules[plan.up], x, activation=plan.activation)
@@ -230,6 +249,7 @@ class RowPlan:
     steps: tuple[tuple[int, ...], ...]
 
 
+@_of_x_alone
 def _row_forward(self: Stranger, x: Tensor) -> Tensor:
     for step in plan_of(self).steps:
         first = self[step[0]]
