@@ -54,6 +54,33 @@ def test_a_weight_that_a_module_further_up_reads_is_left():
     assert dict(done.left)["0.blocks.1.fc"] == "its weight is read by the ReadsFurtherDown"
 
 
+class ReadsInALoop(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(2)])
+        self.inner = nn.Sequential(nn.Linear(64, 64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x @ layer.weight.to(x.dtype).T  # codes of fp8 without their scales
+        return self.inner(x)
+
+
+class InheritsTheLoop(ReadsInALoop):
+    pass
+
+
+@pytest.mark.parametrize("kind", [ReadsInALoop, InheritsTheLoop])
+def test_weights_that_a_forward_reads_by_another_name_are_left(kind: type[ReadsInALoop]):
+    module, x = nn.Sequential(kind()), torch.randn(3, 64)
+    with torch.no_grad():
+        expected = module(x)
+        done = ridgeline.quantize_(module, "fp8")
+        assert (module(x) - expected).norm() < 0.1 * expected.norm()
+    assert done.layers == ("0.inner.0",)
+    assert dict(done.left)["0.layers.1"] == f"its weight may be read by the {kind.__name__}"
+
+
 class Doubled(Tensor):
     """Means twice what it holds, as quantised and distributed tensors mean something else."""
 

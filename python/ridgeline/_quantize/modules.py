@@ -153,22 +153,32 @@ def _reason_to_leave(
         return "it has hooks"
     if "forward" in child.__dict__:
         return "its forward is replaced"
-    reader = _reader_of(module, name)
-    return None if reader is None else f"its weight is read by the {reader}"
+    return _read_beside(module, name)
 
 
-def _reader_of(module: nn.Module, name: str) -> str | None:
-    """The class of a module above a layer that reads its weight itself. Weights of other formats
-    are no tensors of the layer's dtype, which a fast path would multiply or inputs be cast to."""
-    path = name.split(".")
+def _read_beside(module: nn.Module, name: str) -> str | None:
+    """Whether a module above a layer reads its weight itself. Weights of other formats are no
+    tensors of the layer's dtype, which a fast path would multiply or inputs be cast to."""
+    path, calls = name.split("."), module
     for depth, part in enumerate(path):
         kind: Any = type(module)
         below = path[depth:]
         for read in _weights_read_by(kind):
             if len(read) == len(below) and all(r in ("[]", p) for r, p in zip(read, below)):
-                return str(kind.__name__)
+                return f"its weight is read by the {kind.__name__}"
+        calls = calls if isinstance(module, (nn.ModuleList, nn.ModuleDict)) else module
         module = module.get_submodule(part)
-    return None
+    kind = type(calls)
+    return f"its weight may be read by the {kind.__name__}" if _reads_any(kind) else None
+
+
+@cache
+def _reads_any(kind: type) -> bool:
+    """Whether a forward reads the weight of what it calls otherwise than ``self.x``."""
+    roots = re.findall(
+        rf"\b(\w+)(?:{_STEP})*\.weight\b", _source_of(getattr(kind, "forward", None))
+    )
+    return set(roots) - {"self"} != set()
 
 
 @cache
@@ -183,8 +193,8 @@ def _weights_read_by(kind: type) -> frozenset[tuple[str, ...]]:
     )
 
 
-def _source_of(kind: type) -> str:
-    """The code of a class; empty if it is not there."""
+def _source_of(kind: Any) -> str:
+    """The code of a class or function; empty if it is not there."""
     try:
         return getsource(kind)
     except (OSError, TypeError):
