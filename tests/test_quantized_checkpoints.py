@@ -19,6 +19,7 @@ import quantized_files
 import tiny_model
 from quantized_files import FORMATS, FileFormat
 from ridgeline import LLM, SamplingParams, ops
+from ridgeline.memory import stored_bytes, tensor_bytes
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.expert_linear import (
     DenseExperts,
@@ -105,6 +106,15 @@ def rounded_inputs(columns: int | None, int8: bool):
         return ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
 
     return hook
+
+
+@pytest.mark.filterwarnings("ignore:.* matrices .* are kept as")
+@pytest.mark.parametrize("kind", FORMATS, ids=lambda kind: kind.name)
+def test_what_weights_will_take_is_known_before_they_are_read(kind: FileFormat, tmp_path: Path):
+    quantized_files.save(tmp_path, kind, hidden_size=512, intermediate_size=1024)
+    expected = stored_bytes(ModelConfig.from_path(tmp_path), tmp_path, torch.float16)
+    taken = tensor_bytes([load(tmp_path, torch.float16)])
+    assert 0.95 * taken < expected < 1.25 * taken  # files have order and padding, too
 
 
 @pytest.mark.filterwarnings("ignore:.* matrices .* are kept as")

@@ -18,7 +18,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.linear import int4_group
 from ridgeline.models.weights import parameters
 from ridgeline.ops.attention import attention_workspace_bytes
-from ridgeline.quant.formats import Mxfp4
+from ridgeline.quant.four_bits import Mxfp4
 from ridgeline.roofline.machine import Roofs
 from ridgeline.sampler import Sampler
 
@@ -153,8 +153,10 @@ def plan_memory(
 def stored_bytes(config: ModelConfig, model: Path, dtype: torch.dtype) -> int:
     """Of weights that are quantised in a file, or a folder's safetensors, as they are kept; 0 if
     they are not quantised."""
-    if isinstance(config.stored_format, Mxfp4):
-        return weight_bytes(config, dtype, "fp8", _QUANTISED_EXPERTS)
+    kept = None if config.stored_format is None else config.stored_format.kept_as
+    if kept is not None:
+        kinds = _QUANTISED_EXPERTS if isinstance(config.stored_format, Mxfp4) else None
+        return weight_bytes(config, dtype, None if kept == "dtype" else kept, kinds)
     files = [model] if model.is_file() else list(model.glob("*.safetensors"))
     quantised = model.is_file() or config.stored_format is not None
     return sum(file.stat().st_size for file in files) if quantised else 0

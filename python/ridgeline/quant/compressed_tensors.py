@@ -14,6 +14,7 @@ from ridgeline.quant.layout import (
     INPUT_SCALES,
     Format,
     Get,
+    Kept,
     ScaledFormat,
     Stored,
     TensorInfo,
@@ -32,14 +33,22 @@ class CompressedTensors:
 
     Attributes:
         bits: of packed integers, by the number of groups' sizes: (bits, columns a group or None).
+        packed: what the configuration says; tensors say it of each weight.
     """
 
     bits: int
     group: int | None
     block: tuple[int, int] | None
+    packed: bool = True
 
     ignored = (*INPUT_SCALES, ".input_zero_point", ".weight_shape", ".input_global_scale")
     dtypes: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def kept_as(self) -> Kept | None:
+        if self.packed:
+            return None if self.bits == 4 else "dtype"
+        return ScaledFormat("F8_E4M3", "weight_scale", self.block).kept_as
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored
@@ -111,6 +120,7 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
                 bits=bits,
                 group=weights.get("group_size") if by_group else None,
                 block=block_of(weights.get("block_structure")) if by_block else None,
+                packed="pack" in str(group.get("format") or config.get("format")),
             )
         )
     if len(found) != 1:

@@ -16,6 +16,7 @@ from ridgeline.quant.layout import (
     INPUT_SCALES,
     Format,
     Get,
+    Kept,
     ScaledFormat,
     Stored,
     block_of,
@@ -80,6 +81,7 @@ class Awq:
 
     ignored = ()
     dtypes: ClassVar[Mapping[str, str]] = {}
+    kept_as = None
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored
@@ -127,6 +129,10 @@ class Gptq:
 
     ignored = (".bias_scale",)
     dtypes: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def kept_as(self) -> Kept | None:
+        return None if self.bits == 4 else "dtype"
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ridgeline.quant.layout import INPUT_SCALES, Get, Stored
+from ridgeline.quant.layout import INPUT_SCALES, Get, Kept, Stored
 from ridgeline.quant.stored import Expanded, ScaledCodes, Weight
 
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -53,6 +53,7 @@ class Mxfp4:
 
     ignored = ()
     dtypes: ClassVar[Mapping[str, str]] = {"_blocks": "U8", "_scales": "U8"}
+    kept_as: ClassVar[Kept] = "fp8"
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored
@@ -74,6 +75,7 @@ class PackedMxfp4:
 
     ignored = (*INPUT_SCALES, ".weight_shape")
     dtypes: ClassVar[Mapping[str, str]] = {".weight_packed": "U8", ".weight_scale": "U8"}
+    kept_as: ClassVar[Kept] = "fp8"
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored
@@ -145,6 +147,7 @@ class Nvfp4:
         ".weight_global_scale": "F32",
         ".weight_scale_2": "F32",
     }
+    kept_as: ClassVar[Kept] = "dtype"
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored
@@ -189,6 +192,7 @@ class TableCodes:
         ".bitsandbytes__nf4": "U8",
         ".bitsandbytes__fp4": "U8",
     }
+    kept_as: ClassVar[Kept] = "dtype"
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored

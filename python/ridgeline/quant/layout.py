@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.quant.stored import ScaledCodes, Weight
+from ridgeline.quant.stored import FP8_BLOCK, ScaledCodes, Weight
 
 # Of activations and of the KV cache: nothing here is quantised by them.
 INPUT_SCALES = (".input_scale", ".output_scale", ".k_scale", ".v_scale", ".activation_scale")
@@ -25,6 +25,10 @@ class TensorInfo(NamedTuple):
 
 Stored = Mapping[str, TensorInfo]
 Get = Callable[[str], Tensor]
+
+
+Kept = Literal["fp8", "dtype"]
+"""e4m3 with a scale a row; the model's dtype, since no product takes them otherwise."""
 
 
 class Format(Protocol):
@@ -42,6 +46,11 @@ class Format(Protocol):
     @property
     def dtypes(self) -> Mapping[str, str]:
         """Of ends of names, in safetensors' words, where they are not those of most formats."""
+        ...
+
+    @property
+    def kept_as(self) -> Kept | None:
+        """What quantised weights become that do not stay as they are stored."""
         ...
 
     def layout(
@@ -126,6 +135,11 @@ class ScaledFormat:
     ignored: tuple[str, ...] = ()
 
     dtypes: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def kept_as(self) -> Kept | None:
+        blocks = (None, (FP8_BLOCK, FP8_BLOCK))
+        return None if self.block in blocks[: 1 if self.dtype == "I8" else 2] else "dtype"
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored
