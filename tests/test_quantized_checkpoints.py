@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -37,9 +38,11 @@ from ridgeline.models.linear import (
 )
 from ridgeline.models.loader import LoadOptions, load_decoder
 from ridgeline.models.stored_linear import BlockFp8Linear
-from ridgeline.quant.formats import Gptq
+from ridgeline.quant.compressed_tensors import CompressedTensors
+from ridgeline.quant.formats import Gptq, format_of
 from ridgeline.quant.four_bits import Mxfp4
-from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, stack
+from ridgeline.quant.layout import ScaledFormat, TensorInfo, wrong_dtype
+from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, is_finite, stack
 from test_models import load, logits_of
 from tiny_model import one_thread  # noqa: F401
 
@@ -313,9 +316,19 @@ def test_model_optimizer_may_say_it_in_a_file_of_its_own(tmp_path: Path):
 
 
 @pytest.mark.parametrize("group", [-5, 4])
-def test_groups_that_are_not_there_are_refused(tmp_path: Path, group: int):
-    quantized_files.save(tmp_path, quantized_files.gptq(order=True))
-    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.g_idx"
+@pytest.mark.parametrize(
+    ("file", "end"),
+    [
+        (quantized_files.gptq(order=True), "g_idx"),
+        (quantized_files.compressed_packed(order=True), "weight_g_idx"),
+    ],
+    ids=["gptq", "compressed-tensors"],
+)
+def test_groups_that_are_not_there_are_refused(
+    tmp_path: Path, file: FileFormat, end: str, group: int
+):
+    quantized_files.save(tmp_path, file)
+    path, name = tmp_path / "model.safetensors", f"model.layers.1.mlp.up_proj.{end}"
     tensors = load_file(path)
     tensors[name][7] = group
     save_file(tensors, path)
@@ -346,10 +359,22 @@ def test_groups_that_are_not_there_are_refused(tmp_path: Path, group: int):
             "bnb_4bit_quant_storage must be one of 'uint8', got 'bfloat16'",
         ),
         ({"quant_method": "modelopt"}, "quant_algo must be one of 'FP8', 'NVFP4', got None"),
+        ({"quant_method": "fp8", "weight_block_size": [128, 0]}, "a block must be two sizes"),
         ({"quant_method": "compressed-tensors"}, "config_groups must quantise all"),
         (
             {"quant_method": "compressed-tensors", "sparsity_config": {"format": "bitmask"}},
             "sparsity 'bitmask' is not read",
+        ),
+        (
+            {"quant_method": "compressed-tensors", "transform_config": {"config_groups": {"R": 1}}},
+            "transform_config .* is not read",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"0": {"weights": {"type": "float", "num_bits": 6}}},
+            },
+            "weights of float 6 bits are not read",
         ),
     ],
 )
@@ -574,6 +599,64 @@ def test_symmetric_parts_join_others():
     assert joined.dequantize(torch.float32)[:, 0].tolist() == [1, 1, 4, 4]
 
 
+def four_bits(rows: int, groups: int, bits: int = 4, zeros: bool = False) -> GroupedCodes:
+    q, at = torch.full((rows, 64), 9, dtype=torch.uint8), torch.arange(groups * rows)
+    scales = 0.25 * (1 + at.view(groups, rows))
+    shifted = torch.full_like(scales, 5, dtype=torch.uint8) if zeros else None
+    return GroupedCodes(q, scales, shifted, bits=bits)
+
+
+def scaled(rows: int, kind: torch.dtype, block: tuple[int, int] | None = None) -> ScaledCodes:
+    shape = (rows,) if block is None else (-(-rows // block[0]), -(-64 // block[1]))
+    scale = 0.25 * (1 + torch.arange(torch.Size(shape).numel())).view(shape)
+    return ScaledCodes(torch.full((rows, 64), 3.0).to(kind), scale, block)
+
+
+FP8 = torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("parts", "joins"),
+    [
+        ((four_bits(2, 1), four_bits(3, 2)), False),
+        ((four_bits(2, 2), four_bits(3, 2, bits=8)), False),
+        ((four_bits(2, 2, bits=8), four_bits(3, 2, bits=8, zeros=True)), True),
+        ((scaled(2, FP8), scaled(3, torch.int8)), False),
+        ((scaled(4, FP8), scaled(4, FP8, (4, 32))), False),
+        ((scaled(4, FP8, (4, 32)), scaled(4, FP8, (2, 32))), False),
+        ((scaled(4, FP8, (4, 32)), scaled(6, FP8, (4, 32))), True),
+        ((scaled(6, FP8, (4, 32)), scaled(4, FP8, (4, 32))), False),
+        ((Expanded(torch.ones(2, 64), "one"), Expanded(torch.ones(3, 64), "one")), "one"),
+        ((Expanded(torch.ones(2, 64), "one"), Expanded(torch.ones(3, 64), "two")), False),
+    ],
+    ids=[
+        "other groups", "other bits", "8 bits without zero points", "other codes",
+        "blocks and rows", "other blocks", "a last block that is short",
+        "a first block that is short", "one reason", "two reasons",
+    ],
+)  # fmt: skip
+def test_parts_keep_their_values_whether_they_join_or_not(parts, joins: bool | str):
+    made = stack(parts, torch.float32)
+    assert torch.equal(
+        made.dequantize(torch.float32), torch.cat([p.dequantize(torch.float32) for p in parts])
+    )
+    if isinstance(made, Expanded):
+        assert made.reason == (joins or "stacked from parts whose formats, groups or column "
+                               "orders differ")  # fmt: skip
+    else:
+        assert joins is True and type(made) is type(parts[0])
+
+
+def test_codes_and_scales_must_be_finite():
+    nan = torch.full((2, 64), float("nan"))
+    for weight in (four_bits(2, 1), scaled(2, FP8), scaled(2, torch.int8)):
+        assert is_finite(weight)
+    assert not is_finite(ScaledCodes(nan.to(FP8), torch.ones(2)))
+    assert not is_finite(replace(scaled(2, torch.int8), scale=nan[:, 0]))
+    assert not is_finite(replace(four_bits(2, 1), scales=nan[:1, :2]))
+    assert not is_finite(Expanded(nan, "why"))
+
+
 @pytest.mark.parametrize("in_file", [True, False], ids=["g_idx", "no g_idx"])
 def test_a_last_group_may_be_short(in_file: bool):
     draw = torch.Generator().manual_seed(0)
@@ -587,6 +670,61 @@ def test_a_last_group_may_be_short(in_file: bool):
     }
     if in_file:
         tensors["m.g_idx"] = group_of.int()
-    weight = Gptq(4, 128, zero_offset=1).read("m", 8, 192, tensors, tensors.__getitem__)
+    form = Gptq(4, 128, zero_offset=1)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert form.layout("m", 8, 192, tensors) == shapes
+    weight = form.read("m", 8, 192, tensors, tensors.__getitem__)
     expected = (q - zeros[group_of].t().float()) * scales[group_of].t()
     torch.testing.assert_close(weight.dequantize(torch.float32), expected)
+
+
+def test_packed_words_may_end_beyond_the_weight():
+    """Rows of zero points and columns of codes that do not fill their last words."""
+    N, K, draw = 5, 12, torch.Generator().manual_seed(0)
+    q, zeros = (torch.randint(0, 16, shape, generator=draw) for shape in ((N, K), (1, N)))
+    scales = torch.rand(1, N, generator=draw)
+    tensors = {
+        "m.weight_packed": quantized_files.words(F.pad(q, (0, 4), value=15), 4),
+        "m.weight_scale": scales.t(),
+        "m.weight_zero_point": quantized_files.words(F.pad(zeros, (0, 3), value=15), 4).t(),
+    }
+    form = CompressedTensors(bits=4, group=None, block=None)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    assert form.layout("m", N, K, tensors) == shapes
+    weight = form.read("m", N, K, tensors, tensors.__getitem__)
+    assert torch.equal(weight.dequantize(torch.float32), (q - zeros.t()) * scales.t())
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1), (5,), (5, 1)])
+def test_a_scale_of_a_tensor_or_row_may_have_any_of_its_shapes(shape: tuple[int, ...]):
+    stored = {"m.weight": TensorInfo((5, 3), "I8"), "m.weight_scale": TensorInfo(shape, "F32")}
+    layout = ScaledFormat("I8", "weight_scale").layout("m", 5, 3, stored)
+    assert layout == {"m.weight": (5, 3), "m.weight_scale": shape}
+
+
+def test_scales_of_blocks_become_float32_and_cover_what_is_left_of_a_block():
+    form = ScaledFormat("F8_E4M3", "weight_scale_inv", (4, 2))
+    tensors = {
+        "m.weight": torch.randn(10, 3).to(torch.float8_e4m3fn),
+        "m.weight_scale_inv": torch.rand(3, 2).bfloat16(),
+    }
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    stored = {"m.weight": TensorInfo((10, 3), "F8_E4M3")}
+    assert form.layout("m", 10, 3, stored) == shapes
+    weight = form.read("m", 10, 3, stored, tensors.__getitem__)
+    assert isinstance(weight, ScaledCodes) and weight.scale.dtype == torch.float32
+
+
+def test_four_bit_floats_without_dimensions_have_a_wrong_shape():
+    """And not a division by the number of experts: it is told with all that does not fit."""
+    layout = Mxfp4().layout("m", 6, 64, {"m_blocks": TensorInfo((), "U8")})
+    assert layout == {"m_blocks": (1, 6, 2, 16), "m_scales": (1, 6, 2)}
+
+
+def test_numbers_of_groups_may_have_64_bits():
+    assert wrong_dtype("m.g_idx", "I64", {}) is None
+    assert wrong_dtype("m.g_idx", "I16", {}) == "I32"
+
+
+def test_groups_are_of_128_columns_where_the_file_does_not_say():
+    assert format_of({"quant_method": "gptq", "bits": 4}).group == 128
