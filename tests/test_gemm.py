@@ -98,6 +98,11 @@ def from_codes(**changed: Tensor) -> ops.Int4Weight:
         (lambda: ops.pack_int4(torch.ones(96), 32), r"\[N, K\], got torch.float32 \[96\]"),
         (lambda: ops.pack_int4(torch.ones(4, 64).int(), 32), "floating .* torch.int32"),
         (lambda: from_codes(scales=torch.ones(3, 4)), "K divisible by 3 groups"),
+        (lambda: from_codes(scales=torch.ones(0, 4)), "K divisible by 0 groups, got K = 64"),
+        (lambda: from_codes(scales=torch.ones(2, 3)), r"scales: expected floating \[groups, 4\]"),
+        (lambda: from_codes(scales=torch.ones(2, 4).int()), "scales: .* got torch.int32"),
+        (lambda: from_codes(zeros=torch.ones(1, 4).int()), r"zeros: .* \[2, 4\], got \[1, 4\]"),
+        (lambda: from_codes(q=CODES > 4), "q: expected integers from 0 to 15, got torch.bool"),
         (lambda: from_codes(q=CODES + 9), "q: expected integers from 0 to 15, got 9 to 18"),
         (lambda: from_codes(q=CODES - 1), "q: expected integers from 0 to 15, got -1 to 8"),
         (lambda: from_codes(q=CODES.float()), "q: expected integers from 0 to 15, got torch.float"),
@@ -110,6 +115,37 @@ def from_codes(**changed: Tensor) -> ops.Int4Weight:
 def test_packing_refuses(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_zero_point_group_of_one_sign_reaches_its_values(sign: int) -> None:
+    """Zero is always in the range: the zero point that would leave it out is none of 0 to 15."""
+    weight = sign * (5 + torch.rand(4, 64, generator=torch.Generator().manual_seed(0)))
+    actual = ops.pack_int4(weight, 32, zero_point=True).dequantize()
+    assert (actual - weight).abs().max() <= 6 / 15 / 2 + 1e-6
+
+
+def test_a_weight_moves_with_all_its_tensors() -> None:
+    index = torch.arange(64).flip(0) // 32
+    moved = from_codes(zeros=torch.ones(2, 4).int(), group_index=index).to("meta")
+    tensors = (moved.packed, moved.scales, moved.zeros, moved.perm)
+    assert all(tensor is not None and tensor.is_meta for tensor in tensors)
+    assert (moved.N, moved.K, moved.group) == (4, 64, 32)
+
+
+@pytest.mark.parametrize(
+    ("rows", "experts", "message"),
+    [
+        (48, 2, "expected 2 experts of a multiple of 16 rows, got 48 rows"),
+        (32, 0, "expected 0 experts"),
+        (32, 2, "weight.perm: expected None"),
+    ],
+)
+def test_experts_are_cut_between_blocks_of_rows(rows: int, experts: int, message: str) -> None:
+    q, index = torch.zeros(rows, 64).int(), torch.arange(64).flip(0) // 32
+    weight = ops.Int4Weight.from_quantized(q, torch.ones(2, rows), group_index=index)
+    with pytest.raises(ValueError, match=message):
+        ops.Int4Experts.from_rows(weight, experts)
 
 
 def test_packing_refuses_a_group_that_is_no_integer() -> None:
