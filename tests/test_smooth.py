@@ -67,6 +67,35 @@ def test_smoothing_keeps_the_function_and_helps_int8(kind: str) -> None:
     assert error(block, x, expected) < 0.5 * error(plain, x, expected)
 
 
+@pytest.mark.parametrize("alpha", [0, 1])
+def test_factors_are_of_the_largest_inputs_and_weights(alpha: int) -> None:
+    """Of all runs, and of all layers that read the norm; the weights alone, or the inputs alone."""
+    block, x = made("rms")
+    before = copy.deepcopy(block)
+    seen = ridgeline.observe(block, lambda: (block(x), block(x[:, :1])))
+    largest = before.norm(x).detach().abs().flatten(0, 1).amax(0)
+    assert torch.equal(seen.largest["gate"], largest)
+    with torch.no_grad():
+        block.up.weight.mul_(3)
+    of_weights = torch.cat((before.gate.weight, 3 * before.up.weight)).detach().abs().amax(0)
+    assert ridgeline.smooth_(block, seen, alpha=alpha) == ("norm",)
+    factors = largest if alpha else 1 / of_weights
+    torch.testing.assert_close(block.norm.weight, before.norm.weight / factors)
+    torch.testing.assert_close(block.gate.weight, before.gate.weight * factors)
+
+
+def test_norms_of_other_dimensions_are_left() -> None:
+    """Over a batch, whose statistics a probe would change; over groups of another dimension."""
+    torch.manual_seed(0)
+    for norm, x in ((nn.BatchNorm1d(8), torch.randn(6, 8)), (nn.GroupNorm(2, 4), None)):
+        x = torch.randn(6, 4, 8) if x is None else x
+        model = nn.Sequential(norm, nn.Linear(8, 16))
+        seen = ridgeline.observe(model, lambda: model(x))  # noqa: B023
+        kept = copy.deepcopy(model.state_dict())
+        assert seen.fed == {"0": ["1"]} and ridgeline.smooth_(model, seen) == ()
+        assert all(torch.equal(kept[key], value) for key, value in model.state_dict().items())
+
+
 def test_a_norm_that_its_weight_does_not_scale_is_left() -> None:
     block, x = made("offset")
     kept = copy.deepcopy(block.state_dict())
