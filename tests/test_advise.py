@@ -10,7 +10,7 @@ from ridgeline.roofline.machine import Roofs
 
 READ, BF16, FP8 = 4e12, 800e12, 1600e12
 RATES = {"fp32": 60e12, "bf16": BF16, "fp8": FP8}
-ROOFS = Roofs("a card", copy=READ, read=READ, flops=RATES, launch_us=0.0)
+ROOFS = Roofs("a card", copy=READ / 2, read=READ, flops=RATES, launch_us=0.0)
 N = K = 1 << 14
 
 
@@ -24,6 +24,13 @@ def test_times_are_the_longer_of_bytes_and_operations():
     assert advice.microseconds["int4"][1] == pytest.approx(many)
     assert 0.25 < advice.microseconds["int4"][0] / one < 0.27
     assert advice.best(1) == "int4" and advice.best(8192) == "fp8"
+
+
+def test_scales_of_int4_are_two_bytes_for_128_columns_of_a_row():
+    rows, columns = 1024, 320  # the last group is short
+    advice = ridgeline.advise_quantization([(rows, columns)], rows=1, roofs=ROOFS)
+    moved = rows * columns / 2 + 2 * rows * 3 + 2 * (rows + columns)
+    assert advice.microseconds["int4"] == (pytest.approx(moved / READ * 1e6),)
 
 
 def test_weights_alone_stop_paying_where_products_are_compute_bound():

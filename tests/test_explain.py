@@ -7,7 +7,7 @@ import torch
 
 import ridgeline
 from op_table import OpCase, Sample
-from ridgeline._explain import _copied
+from ridgeline._explain import _copied, _kernel
 from ridgeline.roofline import machine
 from ridgeline.roofline.machine import Roofs
 from ridgeline.roofline.timing import time_call
@@ -43,6 +43,19 @@ def test_refuses_arguments_that_the_op_does_not_have() -> None:
         ridgeline.explain("linear")
     with pytest.raises(TypeError, match="unexpected keyword argument 'gelu'"):
         ridgeline.explain("linear", x, weight, gelu=True)
+
+
+def test_a_kernel_is_told_in_the_words_of_its_source() -> None:
+    name = "void ridgeline::(anonymous namespace)::rows<Tile<(int)64, A<__half> >>(RowParams)"
+    kernel = _kernel("launch", name, *map(str, (132, 1, 4, 256, 1024, 90, 8, 2, 90, 1)))
+    assert str(kernel) == (
+        "rows<Tile<64, A<__half>>>\n    132 x 4 blocks of 256 threads, 2 an SM; 1024 bytes shared, "
+        "90 registers, 8 bytes spilled; code for 90, chained"
+    )
+    one = _kernel("launch", "f", *map(str, (1, 1, 1, 32, 0, 16, 0, 1, 80, 0)))
+    assert str(one) == (
+        "f\n    1 blocks of 32 threads, 1 an SM; 0 bytes shared, 16 registers; code for 80"
+    )
 
 
 def test_measures_on_copies() -> None:
