@@ -57,6 +57,26 @@ def name(scheme: Scheme) -> str:
     return f"{scheme.format} {scheme.group_size} {scheme.zero_point} {scheme.granularity}"
 
 
+@pytest.mark.parametrize(
+    ("scheme", "most"), [(Scheme("int8"), 127), (Scheme("fp8"), 448)], ids=["int8", "fp8"]
+)
+def test_what_others_lost_stays_within_the_codes(scheme: Scheme, most: int):
+    """Columns that make up for others may leave the range that their scale was chosen for."""
+    codes = scheme.codes(torch.tensor([-600.0, 600.0]), torch.ones(1), torch.zeros(1))
+    assert codes.tolist() == [-most, most]
+
+
+@pytest.mark.parametrize(("N", "last", "fits"), [(96, False, False), (96, True, True),
+                                                 (128, False, True)])  # fmt: skip
+def test_blocks_of_one_part_do_not_reach_into_the_next(N: int, last: bool, fits: bool):
+    scheme = Scheme("fp8", granularity="block")
+    if fits:
+        scheme.check("q_proj", N, 96, last=last)
+        return
+    with pytest.raises(ValueError, match="q_proj has 96 rows, and others follow"):
+        scheme.check("q_proj", N, 96, last=last)
+
+
 def test_moments_are_sums_over_all_tokens():
     x = inputs("correlated")
     moments = seen(x)
@@ -119,6 +139,23 @@ def test_awq_leaves_what_it_cannot_help():
     weight = torch.ones(N, K)  # on the grid already
     factors = awq_factors([(weight, seen(x))], scheme, repeats=(1, 1, K))
     assert torch.equal(factors, torch.ones(K))
+
+
+def test_factors_lose_least_over_all_readers_and_columns_without_inputs():
+    """The power is that of the first reader, whose weight is larger; a column is never seen."""
+    x = inputs("outliers")
+    x[:, 3] = 0
+    moments, scheme = seen(x), Scheme("int4", 32)
+    large, small = (100 * weight_of(), moments), (torch.ones(N, K), moments)
+    alone = awq_factors([large], scheme, repeats=(1, 1, K))
+    assert bool(torch.isfinite(alone).all()) and alone.unique().numel() > 2
+    assert torch.equal(awq_factors([large, small], scheme, repeats=(1, 1, K)), alone)
+
+
+@pytest.mark.parametrize("act_order", ["static", "group"])
+def test_columns_of_large_inputs_are_rounded_first(act_order: str):
+    factor = Factor.of(seen(inputs("outliers")), damping=0.01, act_order=act_order)
+    assert sorted(factor.order[:4].tolist()) == [0, 64, 128, 192]
 
 
 def test_heads_that_share_values_share_factors():
