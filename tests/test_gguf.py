@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 import tiny_model
 from ridgeline import LLM, SamplingParams
+from ridgeline.memory import tensor_bytes
 from ridgeline.models.gguf import GgufFile
 from ridgeline.models.linear import DenseLinear, Int4Linear
 from ridgeline.models.loader import LoadOptions, load_decoder
@@ -133,6 +134,17 @@ def test_tokens_are_those_of_transformers_with_the_same_values(tmp_path, kind, a
     with LLM(path, device="cpu", num_blocks=4, max_num_seqs=2) as llm:
         (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=4))
     assert output.outputs[0].token_ids == tiny_model.greedy(model, PROMPT, 4)
+
+
+@pytest.mark.filterwarnings("ignore:.* matrices .* are kept as")
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q8_0, Kind.Q4_K, Kind.F16], ids=lambda k: k.name)
+def test_what_weights_will_take_is_known_before_they_are_read(tmp_path: Path, kind: Kind):
+    save(tmp_path / "model.gguf", kind, hidden_size=512, intermediate_size=1024)
+    file = GgufFile(tmp_path / "model.gguf")
+    options = LoadOptions(torch.device("cpu"), torch.float16, 64)
+    taken = tensor_bytes([load_decoder(file.config(), file, options)])
+    expected = file.kept_bytes(torch.float16)
+    assert expected == 0 if kind == Kind.F16 else 0.97 * taken < expected < 1.03 * taken
 
 
 def test_what_is_expanded_is_said(tmp_path: Path):

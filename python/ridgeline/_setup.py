@@ -155,7 +155,7 @@ def build(
 ) -> Parts:
     """Checks everything that can be checked before it loads anything."""
     device = pick_device(options.device)
-    folder = path = gguf = None
+    folder = gguf = None
     if isinstance(model, Mapping):
         if options.load_format != "random":
             raise ValueError(
@@ -187,7 +187,11 @@ def build(
             "rows: prompts with a token beyond them are refused",
             stacklevel=3,
         )
-    stored = 0 if folder is None else stored_bytes(config, path or folder, dtype)
+    stored = 0
+    if gguf is not None:
+        stored = gguf.kept_bytes(dtype)
+    elif folder is not None:
+        stored = stored_bytes(config, folder, dtype)
     starter = Starter(config, options, device, dtype, max_model_len, stored)
     load = LoadOptions(
         device=device,

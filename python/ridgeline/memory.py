@@ -150,16 +150,16 @@ def plan_memory(
     return MemoryPlan(tuple(lines), budget, layout, num_blocks)
 
 
-def stored_bytes(config: ModelConfig, model: Path, dtype: torch.dtype) -> int:
-    """Of weights that are quantised in a file, or a folder's safetensors, as they are kept; 0 if
-    they are not quantised."""
+def stored_bytes(config: ModelConfig, folder: Path, dtype: torch.dtype) -> int:
+    """Of weights that are quantised in a folder's safetensors, as they are kept; 0 if they are not
+    quantised."""
     kept = None if config.stored_format is None else config.stored_format.kept_as
     if kept is not None:
         kinds = _QUANTISED_EXPERTS if isinstance(config.stored_format, Mxfp4) else None
         return weight_bytes(config, dtype, None if kept == "dtype" else kept, kinds)
-    files = [model] if model.is_file() else list(model.glob("*.safetensors"))
-    quantised = model.is_file() or config.stored_format is not None
-    return sum(file.stat().st_size for file in files) if quantised else 0
+    if config.stored_format is None:
+        return 0
+    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
 def weight_bytes(

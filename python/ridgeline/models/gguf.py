@@ -5,6 +5,7 @@ The ``gguf`` package reads the container and knows the names; it is imported her
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.weights import Part, parameters
-from ridgeline.quant.ggml import EXPANDED, q4_0
+from ridgeline.quant.ggml import EXPANDED, Q4_0_GROUP, q4_0
 from ridgeline.quant.stored import Expanded, Weight
 
 # Architectures whose files say all that a configuration must. "llama" is Mistral too, and has the
@@ -85,6 +86,16 @@ class GgufFile:
         except (ValueError, TypeError) as error:
             raise type(error)(f"{self.path}: {error}") from error
 
+    @property
+    def quantized(self) -> bool:
+        return any(t.tensor_type.name not in _PLAIN for t in self.tensors.values())
+
+    def kept_bytes(self, dtype: torch.dtype) -> int:
+        """Of weights that are quantised, as they are kept; 0 if they are not quantised."""
+        if not self.quantized:
+            return 0
+        return sum(_kept_bytes(tensor, dtype) for tensor in self.tensors.values())
+
     def _config(self) -> dict[str, Any]:
         kind = self.values.get("general.architecture")
         if kind not in _ARCHITECTURES:
@@ -140,6 +151,13 @@ class GgufFile:
         return scaling
 
 
+def _kept_bytes(tensor: Any, dtype: torch.dtype) -> int:
+    count = math.prod(map(int, tensor.shape))
+    if tensor.tensor_type.name != "Q4_0" or not tensor.name.startswith("blk."):
+        return count * dtype.itemsize
+    return count // 2 + count // Q4_0_GROUP * dtype.itemsize
+
+
 class GgufCheckpoint:
     """Reads the weights of a file as :class:`ridgeline.models.weights.Checkpoint` does."""
 
@@ -149,8 +167,7 @@ class GgufCheckpoint:
         self._file, self._device, self._config = file, device, config
         arch = MODEL_ARCH[config.spec.model_type.upper()]
         self._names = get_tensor_name_map(arch, config.num_layers)
-        kinds = {tensor.tensor_type.name for tensor in file.tensors.values()}
-        self.quantized = not kinds <= set(_PLAIN)
+        self.quantized = file.quantized
 
     def check(self) -> None:
         parts = [part for parameter in parameters(self._config) for part in parameter.parts]

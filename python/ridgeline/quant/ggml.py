@@ -12,6 +12,8 @@ from torch import Tensor
 
 from ridgeline.quant.stored import GroupedCodes
 
+Q4_0_GROUP = 32  # columns that share a scale
+
 
 def _half(blocks: Tensor, at: int) -> Tensor:
     """The float16 at a byte of each block, ``[..., 1]``."""
