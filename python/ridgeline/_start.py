@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from ridgeline._options import EngineOptions
 from ridgeline.graphs import mixed_seqs, mixed_tokens
 from ridgeline.kv_cache import (
     KVCache,
@@ -29,10 +30,6 @@ from ridgeline.roofline.machine import Roofs, measure_roofs
 from ridgeline.roofline.peaks import peaks
 from ridgeline.runner import Runner, StepLimits
 from ridgeline.swap_space import swap_blocks
-
-if TYPE_CHECKING:
-    from ridgeline._setup import EngineOptions
-
 
 _CUT_TOKENS = 512  # docs/attention.md
 

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 
 from ridgeline._C import FairLock
+from ridgeline._options import EngineOptions
 from ridgeline._prompts import Prompt, chat_prompts, one_each, params_list, prompt_list, tokenize
-from ridgeline._setup import EngineOptions, Parts, build, dtype_name, path_of
+from ridgeline._setup import Parts, build, dtype_name, path_of
 from ridgeline.chat import Messages
 from ridgeline.core import Core
 from ridgeline.memory import MemoryLine
@@ -28,9 +29,8 @@ class LLM:
     """A language model ready to generate.
 
     Args:
-        model: a folder in Hugging Face layout: ``config.json``, ``*.safetensors``, and
-            ``tokenizer.json`` for text (without it prompts are token ids and there is no text).
-            Or a GGUF file, with a ``tokenizer.json`` beside it.
+        model: a folder in Hugging Face layout (``config.json``, ``*.safetensors``) or a GGUF file,
+            with a ``tokenizer.json`` for text: without it prompts and outputs are token ids.
         dtype: "auto", "float32", "float16", "bfloat16" or a torch.dtype. auto: on the CPU float32;
             on a GPU the checkpoint's own, bfloat16 for float32 ones. float32 runs on the CPU only.
         device: "cpu", "cuda" or "cuda:N"; None: CUDA if it can be used.

@@ -21,7 +21,7 @@ from ridgeline.tokenizer import Detokenizer, StopStrings, Tokenizer
 
 if TYPE_CHECKING:
     from ridgeline._C import engine
-    from ridgeline.runner import StepResult
+    from ridgeline.runner import Candidates, StepResult
 
 SEEDS = 2**63
 _MIX = 0x9E3779B97F4A7C15
@@ -51,15 +51,6 @@ class Delivery:
     def ended(self) -> set[int]:
         """The sequences that the scheduler has ended in that commit."""
         return {seq_id for seq_id, _, _, reason in self.outputs if reason is not None}
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """The log-probabilities of one position: the token itself, then the most likely ones."""
-
-    logprob: float
-    top_ids: list[int]
-    top_logprobs: list[float]
 
 
 class Request:

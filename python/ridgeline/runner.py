@@ -13,7 +13,6 @@ from ridgeline._C import engine
 from ridgeline.graphs import GraphKey, StepBuffers, StepGraphs
 from ridgeline.kv_cache import KVCache
 from ridgeline.models.decoder import Decoder, StepInputs
-from ridgeline.request import Candidates
 from ridgeline.sampler import RowPlan, Sampler
 from ridgeline.swap_space import SwapSpace
 
@@ -32,6 +31,15 @@ class StepLimits:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_blocks_per_seq: int
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The log-probabilities of one position: the token itself, then the most likely ones."""
+
+    logprob: float
+    top_ids: list[int]
+    top_logprobs: list[float]
 
 
 class StepResult:

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from ridgeline._setup import EngineOptions
+from ridgeline._options import EngineOptions
 from ridgeline.kv_cache import KV_DTYPES, KVCacheLayout
 from ridgeline.memory import plan_memory, stored_bytes
 from ridgeline.models.config import DTYPES, ModelConfig

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import torch
 
+from ridgeline._options import check_one_of
 from ridgeline._quantize.calibration import windows_of
 from ridgeline._quantize.files import ShardWriter, check_apart, copy_others, new_folder, write_json
 from ridgeline._quantize.job import Job
 from ridgeline._quantize.modules import names_of
 from ridgeline._quantize.recipe import QuantizedCheckpoint, Recipe
-from ridgeline._setup import check_one_of, dtype_name, path_of, pick_device, pick_dtype
+from ridgeline._setup import dtype_name, path_of, pick_device, pick_dtype
 from ridgeline.models.config import DTYPES, ModelConfig
 from ridgeline.models.loader import LoadOptions
 from ridgeline.progress import loading_callback

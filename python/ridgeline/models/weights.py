@@ -287,10 +287,9 @@ class Checkpoint:
         if not self._config.tied_embeddings or not {embedding, head} <= self._stored.keys():
             return []
         both = [self._file_of[n].get_slice(self.stored_name(n)) for n in (embedding, head)]
-        shapes = [piece.get_shape() for piece in both]
-        starts = range(0, shapes[0][0], _ROWS)
-        pieces = ([part[row : row + _ROWS].float() for part in both] for row in starts)
-        if shapes[0] == shapes[1] and all(torch.equal(*pair) for pair in pieces):
+        shape, of_head = (piece.get_shape() for piece in both)
+        pairs = ([t[i : i + _ROWS].float() for t in both] for i in range(0, shape[0], _ROWS))
+        if shape == of_head and all(torch.equal(*pair) for pair in pairs):
             return []
         return [
             f"not tied: {head} differs from {embedding}, which tie_word_embeddings makes the head: "
