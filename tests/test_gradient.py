@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from numerics import as_tuple
-from op_table import OpCase
+from op_table import OpCase, Sample
 from ridgeline import ops
 from test_ops import CASES, context_for, first_full_sample
 
@@ -40,22 +40,40 @@ def test_a_gradient_is_refused(case: OpCase):
         sum(out.float().sum() for out in floating).backward()
 
 
-@pytest.mark.parametrize(
-    "name, wanted",
-    [
-        *(("rope", x) for x in ("q", "k")),
-        *(("write_kv", x) for x in ("k", "v")),
-        *(("rope_write_kv", x) for x in ("q", "k", "v")),
-        *(("rope_paged_attention", x) for x in ("q", "k", "v")),
-    ],
-)
-def test_a_gradient_of_one_input_of_a_writer_is_refused(name: str, wanted: str):
-    """The caches would keep what it gave them, and its gradient would be left out in silence."""
-    case = next(case for case in CASES if case.name == name)
-    inputs = first_full_sample(case).make(context_for("cpu", torch.float32))
-    inputs[wanted].requires_grad_()
+def differentiable_inputs(case: OpCase) -> list[tuple[str, Sample]]:
+    """Each floating argument, with a sample that has it; codes drawn or packed have none."""
+    found: dict[str, Sample] = {}
+    for sample in case.samples:
+        for name, value in sample.make(context_for("cpu", case.dtypes[0])).items():
+            value = getattr(value, "scales", value)
+            if isinstance(value, Tensor) and value.is_floating_point():
+                found.setdefault(name, sample)
+    undefined = ("sample", "pack_int4")
+    return [(name, found[name]) for name in found if case.name not in undefined]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_a_gradient_of_any_one_input_is_refused(case: OpCase):
+    """PyTorch alone would leave it out: with a warning, and of what is written in silence."""
+    for name, sample in differentiable_inputs(case):
+        inputs = sample.make(context_for("cpu", case.dtypes[0]))
+        getattr(inputs[name], "scales", inputs[name]).requires_grad_()
+        with pytest.raises(NotImplementedError, match=MESSAGE):
+            outputs = [o.float().sum() for o in as_tuple(case.op(**inputs))]
+            (torch.ones((), requires_grad=True) * sum(outputs)).backward()
+
+
+def test_a_gradient_of_what_a_residual_takes_is_refused():
+    x, residual = torch.randn(3, 8, requires_grad=True), torch.randn(3, 8)
     with pytest.raises(NotImplementedError, match=MESSAGE):
-        case.op(**inputs)
+        ops.add_rmsnorm(x, residual, torch.ones(8))
+
+
+def test_a_gradient_of_logprobs_is_refused():
+    logits = torch.randn(2, 8, requires_grad=True)
+    logprobs = ops.sample(logits, 1.0, 0, 1.0, 0.0, 1, 1, logprobs=2)[1]
+    with pytest.raises(NotImplementedError, match=MESSAGE):
+        logprobs.sum().backward()
 
 
 def test_a_compiled_gradient_is_refused():

@@ -208,7 +208,8 @@ def paged_attention(
         k_scale, v_scale, sinks, causal, _scale(scale, q), _window(window), softcap, shared_blocks,
         batch_invariant, workspace, counters,
     )  # fmt: skip
-    return _result("paged_attention", out, lse, return_lse, q, sinks)
+    caches = k_cache, v_cache, k_scale, v_scale
+    return _result("paged_attention", out, lse, return_lse, q, q_scale, *caches, sinks)
 
 
 def merge_attention(

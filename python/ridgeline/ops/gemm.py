@@ -80,7 +80,7 @@ def linear(
             out = _ops.linear(*args)
     else:
         out = _ops.linear(*args)
-    return inference_only(out, "linear", x, weight, bias, residual)
+    return inference_only(out, "linear", x, weight, bias, residual, norm_weight)
 
 
 def int4_linear(
@@ -165,7 +165,8 @@ def int4_linear(
         batch_invariant,
         weights_ready,
     )
-    return inference_only(out, "int4_linear", x, bias, residual)
+    others = weight.scales, bias, x_scale, residual, norm_weight
+    return inference_only(out, "int4_linear", x, *others)
 
 
 # ---- Shapes without data -----------------------------------------------------------------------

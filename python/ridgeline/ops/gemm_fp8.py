@@ -129,7 +129,8 @@ def fp8_linear(
         batch_invariant,
         weights_ready,
     )
-    inputs = ("fp8_linear", x, bias, residual)
+    others = weight, weight_scale, bias, x_scale, residual, norm_weight
+    inputs = ("fp8_linear", x, *others)
     if out_quant is not None:
         codes, scale = _ops.fp8_linear_quant(*given, out_quant)
         return inference_only(codes, *inputs), inference_only(scale, *inputs)
@@ -163,7 +164,7 @@ def fp8_linear_add(
 
     Source: as :func:`fp8_linear`.
     """
-    refuse_in_place("fp8_linear_add", x, bias, residual)
+    refuse_in_place("fp8_linear_add", x, weight, weight_scale, residual, bias, x_scale)
     _ops.fp8_linear_add(
         x,
         weight,

@@ -87,7 +87,7 @@ def int8_linear(
         batch_invariant,
         weights_ready,
     )
-    return inference_only(y, "int8_linear", x, bias, residual)
+    return inference_only(y, "int8_linear", x, weight_scale, bias, scale, residual)
 
 
 @register_fake("int8_linear")

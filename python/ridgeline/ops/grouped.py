@@ -104,7 +104,7 @@ def grouped_fp8_linear(
         activation or "none",
         batch_invariant,
     )
-    return inference_only(out, "grouped_fp8_linear", x, weight, bias)
+    return inference_only(out, "grouped_fp8_linear", x, weight, weight_scale, bias, x_scale)
 
 
 def grouped_int4_linear(
@@ -154,7 +154,7 @@ def grouped_int4_linear(
         activation or "none",
         batch_invariant,
     )
-    return inference_only(out, "grouped_int4_linear", x, bias)
+    return inference_only(out, "grouped_int4_linear", x, weight.scales, bias)
 
 
 def _out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:

@@ -35,7 +35,7 @@ def rope(
     Source: Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", 2021.
     """
     check_ids("positions", positions, lambda: cos_sin.shape[0])
-    refuse_in_place("rope", q, k)
+    refuse_in_place("rope", q, k, cos_sin)
     _ops.rope(q, k, positions, cos_sin, interleaved)
     changed_in_place(q, k)
 
@@ -69,7 +69,7 @@ def write_kv(
             error on the CPU and under ``debug_checks()``; otherwise CUDA writes nothing for it.
     """
     check_ids("slots", slots, lambda: k_cache.shape[0] * k_cache.shape[1])
-    refuse_in_place("write_kv", k, v)
+    refuse_in_place("write_kv", k, v, k_cache, v_cache, k_scale, v_scale)
     _ops.write_kv(k, v, k_cache, v_cache, slots, k_scale, v_scale)
     changed_in_place(k_cache, v_cache, k_scale, v_scale)
 
@@ -108,7 +108,8 @@ def rope_write_kv(
     """
     check_ids("positions", positions, lambda: cos_sin.shape[0])
     check_ids("slots", slots, lambda: k_cache.shape[0] * k_cache.shape[1])
-    refuse_in_place("rope_write_kv", q, k, v)
+    caches = k_cache, v_cache, k_scale, v_scale
+    refuse_in_place("rope_write_kv", q, k, v, cos_sin, *caches)
     _ops.rope_write_kv(
         q,
         k,
@@ -123,7 +124,7 @@ def rope_write_kv(
         interleaved,
         weights_ready,
     )
-    changed_in_place(q, k_cache, v_cache, k_scale, v_scale)
+    changed_in_place(q, *caches)
 
 
 def copy_blocks(
@@ -148,6 +149,7 @@ def copy_blocks(
             for a destination given twice or among the sources (CUDA: its contents are undefined).
     """
     check_ids("pairs", pairs, lambda: k_cache.shape[0])
+    refuse_in_place("copy_blocks", k_cache, v_cache, k_scale, v_scale)
     _ops.copy_blocks(k_cache, v_cache, pairs, k_scale, v_scale)
     changed_in_place(k_cache, v_cache, k_scale, v_scale)
 

@@ -126,7 +126,7 @@ def add_rmsnorm(
 
     Source: Zhang and Sennrich, "Root Mean Square Layer Normalization", 2019.
     """
-    refuse_in_place("add_rmsnorm", residual)
+    refuse_in_place("add_rmsnorm", x, residual)
     if out_quant is None:
         out = _ops.add_rmsnorm(x, residual, weight, eps, offset, weights_ready)
         changed_in_place(residual)

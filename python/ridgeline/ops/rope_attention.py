@@ -74,13 +74,14 @@ def rope_paged_attention(
     check_ids("block_tables", block_tables, lambda: k_cache.shape[0])
     check_ids("seq_lens", seq_lens, lambda: block_tables.shape[-1] * k_cache.shape[1] + 1)
     check_ids("cu_q", cu_q, lambda: q.shape[0] + 1)
-    refuse_in_place("rope_paged_attention", q, k, v, sinks)
+    caches = k_cache, v_cache, k_scale, v_scale
+    refuse_in_place("rope_paged_attention", q, k, v, cos_sin, *caches, sinks)
     out, lse = _ops.rope_paged_attention(
         q, k, v, positions, cos_sin, slots, interleaved, k_cache, v_cache, block_tables, seq_lens,
         cu_q, max_q or 0, k_scale, v_scale, sinks, _scale(scale, q), _window(window), softcap,
         shared_blocks, batch_invariant, workspace, counters, weights_ready,
     )  # fmt: skip
-    changed_in_place(q, k_cache, v_cache, k_scale, v_scale)
+    changed_in_place(q, *caches)
     return _result("rope_paged_attention", out, lse, return_lse, q)
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ridgeline._debug import check_ids
 from ridgeline.ops._fake import register_fake
-from ridgeline.ops._gradient import changed_in_place
+from ridgeline.ops._gradient import changed_in_place, inference_only
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -101,7 +101,8 @@ def sample(
     changed_in_place(last_tokens)
     if not logprobs:
         return tokens
-    return tokens, *_ops.top_logprobs(logits, tokens.clamp(min=0), logprobs)
+    values, ids = _ops.top_logprobs(logits, tokens.clamp(min=0), logprobs)
+    return tokens, inference_only(values, "sample", logits), ids
 
 
 def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -122,7 +123,8 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Te
             is an error on the CPU and under ``debug_checks()``; otherwise CUDA reads token 0.
     """
     check_ids("tokens", tokens, lambda: logits.shape[-1])
-    return _ops.top_logprobs(logits, tokens, count)
+    logprobs, ids = _ops.top_logprobs(logits, tokens, count)
+    return inference_only(logprobs, "top_logprobs", logits), ids
 
 
 def _check_number(name: str, value: Tensor | float, low: float, high: float) -> None:
