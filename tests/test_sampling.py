@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -281,3 +282,31 @@ def test_cuda_equals_cpu(scale: float, dtype: torch.dtype, vocab: int) -> None:
     tokens = ops.sample(logits.cuda(), **on_gpu, **gpu_extras)
     assert torch.equal(tokens.cpu(), ops.sample(logits, **options, **extras))
     assert bool(adjusted(logits, **extras).gather(1, tokens.cpu().long()[:, None]).isfinite().all())
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p", "seeds", "positions"])
+@pytest.mark.parametrize("value", [0.5, True, None, "1", [1, 1]], ids=repr)
+def test_a_number_of_another_kind_is_refused(name: str, value: Any) -> None:
+    """A fraction would be cut off in silence; others failed without the argument's name."""
+    given: dict[str, Any] = dict(
+        temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, seeds=1, positions=1
+    )
+    if value == 0.5 and name in ("temperature", "top_p", "min_p"):
+        return
+    with pytest.raises(ValueError, match=f"^{name}: expected a tensor or one "):
+        ops.sample(torch.randn(2, 8), **given | {name: value})
+
+
+@pytest.mark.parametrize("number", [np.int64(3), np.int32(3), 3])
+def test_a_number_of_numpy_is_one(number: Any) -> None:
+    logits = torch.randn(2, 8)
+    given = ops.sample(logits, np.float32(0.5), number, 0.9, 0.0, number, number)
+    assert torch.equal(given, ops.sample(logits, 0.5, 3, 0.9, 0.0, 3, 3))
+
+
+def test_compiled_numbers_may_change() -> None:
+    logits = torch.randn(2, 64)
+    compiled = torch.compile(ops.sample, fullgraph=True, dynamic=True, backend="aot_eager")
+    for seed in range(3):
+        given = (logits, 1.0 + seed / 4, 5 + seed, 0.9, 0.1, seed, seed)
+        assert torch.equal(compiled(*given), ops.sample(*given))

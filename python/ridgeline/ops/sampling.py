@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -12,6 +15,8 @@ from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
 Sampled = Tensor | tuple[Tensor, Tensor, Tensor]
+_INTEGERS: tuple[type, ...] = (numbers.Integral, torch.SymInt)
+_NUMBERS: tuple[type, ...] = (numbers.Real, torch.SymInt, torch.SymFloat)
 
 
 def sample(
@@ -127,8 +132,16 @@ def top_logprobs(logits: Tensor, tokens: Tensor, count: int) -> tuple[Tensor, Te
     return inference_only(logprobs, "top_logprobs", logits), ids
 
 
-def _check_number(name: str, value: Tensor | float, low: float, high: float) -> None:
-    if not isinstance(value, Tensor) and not low <= value <= high:
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    """Of limits that are integers the value is one too: a fraction would be cut off."""
+    if isinstance(value, Tensor):
+        return
+    kinds = _INTEGERS if isinstance(low, int) else _NUMBERS
+    of_kind = isinstance(value, kinds) and not isinstance(value, bool)
+    if not of_kind:
+        wanted = "integer" if isinstance(low, int) else "number"
+        raise ValueError(f"{name}: expected a tensor or one {wanted}, got {value!r}")
+    if not low <= value <= high:
         raise ValueError(f"{name}: expected a value in [{low}, {high}], got {value}")
 
 
