@@ -297,6 +297,19 @@ def test_a_number_of_another_kind_is_refused(name: str, value: Any) -> None:
         ops.sample(torch.randn(2, 8), **given | {name: value})
 
 
+def test_more_logprobs_than_the_vocabulary_has_are_refused_ahead_of_the_draw() -> None:
+    last = torch.full((2,), -7, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"^logprobs: expected 0 to the vocabulary's 8, got 9"):
+        ops.sample(torch.randn(2, 8), 1.0, 0, 1.0, 0.0, 1, 1, logprobs=9, last_tokens=last)
+    assert last.tolist() == [-7, -7]
+
+
+@pytest.mark.parametrize("logits", [None, torch.tensor(1.0), torch.ones(8)], ids=repr)
+def test_logits_of_another_rank_are_refused_by_name(logits: Any) -> None:
+    with pytest.raises(ValueError, match="^logits: expected 2 dimensions, got "):
+        ops.sample(logits, 1.0, 0, 1.0, 0.0, 1, 1)
+
+
 @pytest.mark.parametrize("number", [np.int64(3), np.int32(3), 3])
 def test_a_number_of_numpy_is_one(number: Any) -> None:
     logits = torch.randn(2, 8)

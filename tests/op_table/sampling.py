@@ -176,7 +176,7 @@ SAMPLE = OpCase(
             r"penalties, token_counts: expected both", **_rows(2, 16), penalties=full((2, 3), 1.0)
         ),
         Error(r"logprobs: expected an integer of at least 0", **_rows(2, 16), logprobs=-1),
-        Error(r"count: expected 0 to", **_rows(2, 16), logprobs=17),
+        Error(r"logprobs: expected 0 to", **_rows(2, 16), logprobs=17),
         Error(r"temperature: expected a value in", **_rows(2, 16) | {"temperature": -1.0}),
         Error(r"top_k: expected a value in", **_rows(2, 16) | {"top_k": -2}),
         Error(r"top_p: expected a value in", **_rows(2, 16) | {"top_p": 0.0}),

@@ -83,6 +83,12 @@ def sample(
     """
     if isinstance(logprobs, bool) or not isinstance(logprobs, int) or logprobs < 0:
         raise ValueError(f"logprobs: expected an integer of at least 0, got {logprobs!r}")
+    if not isinstance(logits, Tensor) or logits.dim() != 2:
+        got = f"shape {list(logits.shape)}" if isinstance(logits, Tensor) else repr(logits)
+        raise ValueError(f"logits: expected 2 dimensions, got {got}")
+    vocab = logits.shape[1]
+    if logprobs > vocab:
+        raise ValueError(f"logprobs: expected 0 to the vocabulary's {vocab}, got {logprobs}")
     _check_number("temperature", temperature, 0.0, 3.4e38)
     _check_number("top_k", top_k, -1, 2**31 - 1)
     _check_number("top_p", top_p, 1e-45, 1.0)
