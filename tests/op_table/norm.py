@@ -116,6 +116,11 @@ def special_samples(**weights: int) -> list[Sample]:
 _REFUSED_X = [
     Error(r"weight.*\[16\].*\[8\]", x=normal(2, 16), weight=normal(8)),
     Error(
+        r"x: expected dtype float32 or float16 or bfloat16, got Double",
+        x=normal(2, 16, dtype=torch.float64),
+        weight=normal(16),
+    ),
+    Error(
         r"x: expected dtype float32 or float16 or bfloat16, got int32",
         x=normal(2, 16).to(torch.int32),
         weight=normal(16),

@@ -169,6 +169,10 @@ SAMPLE = OpCase(
             r"temperature: expected dtype float32", **_rows(2, 16) | {"temperature": _int32([1, 1])}
         ),
         Error(r"top_k: expected shape \[2\].*\[3\]", **_rows(2, 16) | {"top_k": _int32([1, 1, 1])}),
+        Error(
+            r"temperature: expected dtype float32, got Double",
+            **_rows(2, 16) | {"temperature": full((2,), 1.0, dtype=torch.float64)},
+        ),
         Error(r"seeds: expected dtype int64", **_rows(2, 16) | {"seeds": _int32([1, 1])}),
         Error(r"bias: expected the shape", **_rows(2, 16), bias=normal(2, 8, dtype=torch.float32)),
         Error(r"mask: expected dtype bool", **_rows(2, 16), mask=integers(0, 2, 2, 16)),
