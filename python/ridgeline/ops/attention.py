@@ -291,14 +291,16 @@ def _pairs(q_len: int, k_len: int, causal: bool, window: int | None) -> int:
     """Visible (query, key) pairs of one sequence and head."""
     if not causal:
         return q_len * k_len
-    ends = [max(k_len - q_len + i + 1, 0) for i in (0, q_len - 1)] if q_len else [0, 0]
-    visible = [min(end, window) if window else end for end in ends]
-    if window or ends[0] == 0:  # the number of keys is not linear in the query: count
-        start = k_len - q_len + 1
-        return sum(
-            min(max(start + i, 0), window) if window else max(start + i, 0) for i in range(q_len)
-        )
-    return (visible[0] + visible[1]) * q_len // 2
+    pairs = 0
+    for end, sign in ((k_len, 1), (max(k_len - q_len, 0), -1)):  # of all positions before it
+        rising = min(end, window) if window else end
+        pairs += sign * (rising * (rising + 1) // 2 + (end - rising) * rising)
+    return pairs
+
+
+def _keys(q_len: int, k_len: int, window: int | None) -> int:
+    """Keys of one sequence that any query sees."""
+    return (min(k_len, window + q_len - 1) if window else k_len) if q_len else 0
 
 
 def _unit(q: Tensor) -> str:
@@ -310,34 +312,37 @@ def _(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, window: int | Non
       **options: object) -> Cost:  # fmt: skip
     batch, q_len, heads, dim = q.shape
     pairs = _pairs(q_len, k.shape[1], causal, window)
-    return Cost(2 * nbytes(q) + nbytes(k, v), 4 * batch * heads * dim * pairs, _unit(q))
+    read = 2 * batch * _keys(q_len, k.shape[1], window) * k.shape[2] * dim * k.itemsize
+    return Cost(2 * nbytes(q) + read, 4 * batch * heads * dim * pairs, _unit(q))
 
 
 @cost_of("attention_varlen")
 def _(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, max_q: int, max_k: int, *,
       causal: bool = True, window: int | None = None, **options: object) -> Cost:  # fmt: skip
-    lengths = zip(cu_q.diff().tolist(), cu_k.diff().tolist())
+    lengths = list(zip(cu_q.diff().tolist(), cu_k.diff().tolist()))
     pairs = sum(_pairs(q_len, k_len, causal, window) for q_len, k_len in lengths)
-    return Cost(2 * nbytes(q) + nbytes(k, v), 4 * q.shape[1] * q.shape[2] * pairs, _unit(q))
+    keys = sum(_keys(q_len, k_len, window) for q_len, k_len in lengths)
+    read = 2 * keys * k.shape[1] * k.shape[2] * k.itemsize
+    return Cost(2 * nbytes(q) + read, 4 * q.shape[1] * q.shape[2] * pairs, _unit(q))
 
 
 @cost_of("paged_attention")
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, seq_lens: Tensor,
       cu_q: Tensor | None = None, *, causal: bool = True, window: int | None = None,
-      q_scale: Tensor | None = None, k_scale: Tensor | None = None, shared_blocks: int = 0,
-      **options: object) -> Cost:  # fmt: skip
+      k_start: Tensor | None = None, q_scale: Tensor | None = None, k_scale: Tensor | None = None,
+      shared_blocks: int = 0, **options: object) -> Cost:  # fmt: skip
     """Keys that no query of a sequence sees are not counted, and shared ones once."""
-    k_lens = seq_lens.tolist()
+    starts = [0] * len(seq_lens) if k_start is None else k_start.tolist()
+    k_lens = [max(n - start, 0) for n, start in zip(seq_lens.tolist(), starts)]
     q_lens = [1] * len(k_lens) if cu_q is None else cu_q.diff().tolist()
     pairs = sum(_pairs(q_len, k_len, causal, window) for q_len, k_len in zip(q_lens, k_lens))
-    shared = 0 if window else min(shared_blocks * k_cache.shape[1], max(k_lens, default=0))
-    own = [min(n, window + m - 1) if window else n - shared for m, n in zip(q_lens, k_lens) if m]
-    keys = shared + sum(max(n, 0) for n in own)
+    shared = 0 if window or any(starts) else shared_blocks * k_cache.shape[1]
+    seen = [_keys(q_len, k_len, window) for q_len, k_len in zip(q_lens, k_lens)]
+    keys = min(shared, max(seen, default=0)) + sum(max(n - shared, 0) for n in seen)
     scale_bytes = 0 if k_scale is None else k_scale.element_size()
     row = k_cache.shape[2] * (k_cache.shape[3] * k_cache.element_size() + scale_bytes)
-    out_bytes = q.numel() * max(q.element_size(), 2)
-    bytes_moved = nbytes(q, q_scale, block_tables, seq_lens) + out_bytes + 2 * keys * row
-    return Cost(bytes_moved, 4 * q.shape[1] * q.shape[2] * pairs, _unit(q))
+    moved = nbytes(q, q_scale, block_tables, seq_lens) + q.numel() * max(q.element_size(), 2)
+    return Cost(moved + 2 * keys * row, 4 * q.shape[1] * q.shape[2] * pairs, _unit(q))
 
 
 @cost_of("merge_attention")

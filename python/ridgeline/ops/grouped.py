@@ -226,12 +226,13 @@ def _cost(
     activation: str | None,
     unit: str,
 ) -> Cost:
-    """Of the most experts that the rows can touch: how many they do is on the device."""
+    """Of the most experts and rows of x that the rows can touch: which they do is on the device."""
     N, K = shape
     offsets, rows = others[:2]
     count = _rows_of(x, rows)
     columns = N // 2 if activation in _GATED else N
-    read = nbytes(x, *others) + int(min(count, experts) * of_one)
+    rows_read = min(count, x.shape[0]) * K * x.itemsize
+    read = rows_read + nbytes(*others) + int(min(count, experts) * of_one)
     return Cost(bytes=read + count * columns * element, flops=2 * count * N * K, unit=unit)
 
 
