@@ -178,6 +178,14 @@ def test_decode_rows_need_no_offsets(device: str) -> None:
     assert same(paged.run(q), paged.run(q, [0, 1, 2, 3]))
 
 
+def test_bounds_far_above_the_lengths_change_nothing() -> None:
+    q, kv = torch.randn(6, 4, 64), torch.randn(6, 2, 64)
+    offsets = torch.tensor([0, 2, 6], dtype=torch.int32)
+    tight = ops.attention_varlen(q, kv, kv, offsets, offsets, 4, 4)
+    most = 2**31 - 1
+    assert torch.equal(tight, ops.attention_varlen(q, kv, kv, offsets, offsets, most, most))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_varlen_equals_each_sequence(device: str) -> None:
     q_lens, k_lens = [3, 0, 100, 1], [40, 9, 100, LONG]

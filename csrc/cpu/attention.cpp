@@ -165,6 +165,14 @@ class RowBlock {
   float max_[kRows], sum_[kRows];
 };
 
+/// Of any sequence: max_q may be far more, and is no number of tasks.
+std::int64_t longest_queries(const AttentionParams& p) {
+  if (p.cu_q == nullptr) return p.max_q;
+  std::int32_t longest = 0;
+  for (std::int32_t b = 0; b < p.batch; ++b) longest = std::max(longest, p.cu_q[b + 1] - p.cu_q[b]);
+  return longest;
+}
+
 /// Rows of a packed q that belong to no sequence.
 template <class T>
 void clear_rows(const AttentionParams& p, std::int64_t begin, std::int64_t end) {
@@ -184,7 +192,7 @@ void attention(const AttentionParams& p) {
   dispatch_float(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     const std::int64_t blocks =
-        ceil_div<std::int64_t>(std::int64_t{p.max_q} * (p.heads / p.kv_heads), kRows);
+        ceil_div<std::int64_t>(longest_queries(p) * (p.heads / p.kv_heads), kRows);
     const std::int64_t tasks = blocks * p.batch * p.kv_heads;
     parallel_ranges(tasks, kRows * 1024, [&](std::int64_t begin, std::int64_t end) {
       TileBuffers buffers(kRows, p.head_dim);
