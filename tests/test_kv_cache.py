@@ -211,6 +211,21 @@ def test_refuses_ids_out_of_range(name: str, ids: list[int], device: str) -> Non
         write_call(device, **{name: torch.tensor(ids, dtype=torch.int32)})
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_queries_that_are_the_keys_too_are_refused(device: str) -> None:
+    """They were rotated twice."""
+    caches = Caches(torch.bfloat16, 64, device)
+    _, k, v = inputs(4, 64, device)
+    ids, table = torch.arange(4, device=device), torch.ones(8, 64, device=device)
+    before = k.clone()
+    with pytest.raises(ValueError, match="^k: expected other memory than q"):
+        ops.rope(k, k, ids, table)
+    with pytest.raises(ValueError, match="^k: expected other memory than q"):
+        ops.rope_write_kv(k, k, v, ids, table, caches.k, caches.v, ids)
+    ops.rope(k, k[:, :0], ids, table)
+    assert not torch.equal(before, k)
+
+
 @pytest.mark.gpu
 @pytest.mark.sanitize
 def test_cuda_ignores_ids_out_of_range() -> None:

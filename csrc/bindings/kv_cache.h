@@ -20,6 +20,12 @@ inline HeadsView heads_view(const Tensor& x, const char* name, const Tensor& lik
           .stride_head = x.stride(1)};
 }
 
+/// Keys that are the queries would be rotated twice, or while they are read.
+inline void expect_apart(const Tensor& q, const Tensor& k) {
+  check(q.numel() == 0 || k.numel() == 0 || q.data_ptr() != k.data_ptr(),
+        "k: expected other memory than q, which is rotated in place, got the address of q");
+}
+
 /// Fills what rotation needs.
 inline void set_rotation(KvWriteParams& params, const Tensor& q, const Tensor& positions,
                          const Tensor& cos_sin, bool interleaved) {
@@ -142,6 +148,7 @@ void rope(const Tensor& q, const Tensor& k, const Tensor& positions, const Tenso
   KvWriteParams params = kv_write_params(q, "q");
   params.q = heads_view(q, "q", q, "q");
   params.k = heads_view(k, "k", q, "q");
+  expect_apart(q, k);
   Expect(k, "k").written();
   set_rotation(params, q, positions, cos_sin, interleaved);
   run_kv_write(on, params);
@@ -166,6 +173,7 @@ void rope_write_kv(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   KvWriteParams params = kv_write_params(q, "q");
   params.q = heads_view(q, "q", q, "q");
   params.k = heads_view(k, "k", q, "q");
+  expect_apart(q, k);
   set_rotation(params, q, positions, cos_sin, interleaved);
   set_cache(params, k, v, k_cache, v_cache, slots, k_scale, v_scale);
   params.table_ready = weights_ready;

@@ -27,6 +27,7 @@ std::tuple<Tensor, Tensor> rope_paged_attention(
   KvWriteParams write = kv_write_params(q, "q");
   write.q = heads_view(q, "q", q, "q");
   write.k = heads_view(k, "k", q, "q");
+  expect_apart(q, k);
   set_rotation(write, q, positions, cos_sin, interleaved);
   set_cache(write, k, v, k_cache, v_cache, slots, k_scale, v_scale);
   write.table_ready = weights_ready;

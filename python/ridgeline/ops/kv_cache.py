@@ -21,7 +21,8 @@ def rope(
     Args:
         q: ``[tokens, q_heads, D]``, float32, float16 or bfloat16; ``D`` contiguous, any stride of
             tokens and heads (a slice of the fused projection). Rotated in place.
-        k: ``[tokens, kv_heads, D]``, as ``q``; any number of heads. Rotated in place.
+        k: ``[tokens, kv_heads, D]``, as ``q``, in other memory; any number of heads. Rotated in
+            place.
         positions: ``[tokens]``, int32 or int64, in ``[0, max_pos)``.
         cos_sin: ``[max_pos, rotary_dim]``, float32 or the dtype of ``q``: the first half of a row
             holds cosines, the second sines. ``rotary_dim`` is even and at most ``D`` and 256; the
