@@ -138,7 +138,7 @@ def copy_blocks(
     """Copies whole cache blocks, with their scales: the copy of copy-on-write.
 
     Args:
-        k_cache, v_cache: ``[num_blocks, block_size, kv_heads, D]``, any dtype, ``D`` contiguous.
+        k_cache, v_cache: ``[num_blocks, block_size, kv_heads, D]``, one dtype, ``D`` contiguous.
         pairs: int32 ``[n, 2]``: source and destination block. All copies happen at once: each
             destination comes once and is no source. A pair with destination 0, the dummy block,
             is padding and does nothing.
