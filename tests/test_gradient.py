@@ -122,6 +122,12 @@ def test_transforms_of_tangents_are_refused(transform: Any):
         transform(norm, (x,), (x,)) if transform is torch.func.jvp else transform(norm)(x)
 
 
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev])
+def test_transforms_of_gradients_are_refused(transform: Any):
+    with pytest.raises(NotImplementedError, match=MESSAGE):
+        transform(lambda x: ops.rmsnorm(x, torch.ones(8)).sum())(torch.randn(3, 8))
+
+
 @pytest.mark.parametrize("case", [c for c in CASES if c.mutates], ids=lambda case: case.name)
 def test_a_change_in_place_is_counted(case: OpCase):
     """A backward that kept the tensor finds it changed, and says so."""

@@ -25,6 +25,8 @@ def inference_only(out: Tensor, name: str, *inputs: Tensor | None) -> Tensor:
     if not (out.requires_grad or tracing):
         return out
     wanted = [x for x in inputs if x is not None and x.requires_grad]
+    if not tracing and any(map(torch._C._functorch.is_gradtrackingtensor, wanted)):
+        raise NotImplementedError(_message(name))  # PyTorch would speak of this file's own ops
     return torch.ops.ridgeline_python.without_gradient(out, wanted, name) if wanted else out
 
 
