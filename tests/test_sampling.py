@@ -187,10 +187,11 @@ def test_cuda_is_greedy_where_the_temperature_makes_no_sense() -> None:
         ("top_p", math.nan),
         ("min_p", -0.1),
         ("min_p", 2.0),
+        ("positions", -1),
     ],
 )
 def test_refuses_parameters_out_of_range(name: str, value: float) -> None:
-    dtype = torch.int32 if name == "top_k" else torch.float32
+    dtype = torch.int32 if name in ("top_k", "positions") else torch.float32
     with pytest.raises(ValueError, match=f"{name}: expected .*at 1"):
         draw(normal(2, 8), **{name: torch.tensor([1, value], dtype=dtype)})
     with pytest.raises(ValueError, match=f"{name}: expected"):

@@ -24,6 +24,8 @@ void check_row_values(const SampleParams& params) {
           row);
     check(min_p >= 0.0f && min_p <= 1.0f, "min_p: expected values in [0, 1], got ", min_p, " at ",
           row);
+    check(params.positions[row] >= 0, "positions: expected values of at least 0, got ",
+          params.positions[row], " at ", row);
     if (params.penalties != nullptr)
       check(params.penalties[3 * row] > 0.0f, "penalties: expected repetition above 0, got ",
             params.penalties[3 * row], " at ", row);

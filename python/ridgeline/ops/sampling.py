@@ -56,7 +56,7 @@ def sample(
         min_p: float32 ``[rows]`` in [0, 1]; 0: off. The least probability, as a share of the
             most likely token's.
         seeds: int64 ``[rows]``.
-        positions: int32 ``[rows]``, the index of the token that is drawn in its sequence.
+        positions: int32 ``[rows]``, at least 0: the index of the drawn token in its sequence.
         penalties: float32 ``[rows, 3]``: repetition (1: none), presence, frequency (0: none), as
             vLLM defines them: repetition counts prompt and output, the others the output alone.
         token_counts: int32 ``[rows, vocab]``, given exactly with ``penalties``: twice the
