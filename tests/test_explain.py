@@ -32,6 +32,11 @@ def test_without_a_gpu_the_cpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> N
     assert time_call(lambda: (torch.zeros(8),), torch.neg).us > 0
 
 
+def test_names_a_device_that_runs_nothing() -> None:
+    explanation = ridgeline.explain("softmax", torch.empty(4, 8, device="meta"))
+    assert explanation.device == "the device meta" and explanation.choices == ()
+
+
 def test_refuses_an_unknown_op() -> None:
     with pytest.raises(ValueError, match=r"op: expected one of .*softmax.*; got 'sofmax'"):
         ridgeline.explain("sofmax", torch.zeros(4, 8))

@@ -132,7 +132,7 @@ def explain(
         choices = [f"the library's loops on {torch.get_num_threads()} threads"]
     explanation = Explanation(
         op=op,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU",
+        device=_name_of(device),
         kernels=tuple(_kernel(*fields) for kind, *fields in records if kind == "launch"),
         choices=tuple(choices),
         slower=tuple(fields[0] for kind, *fields in records if kind == "slower"),
@@ -145,6 +145,12 @@ def explain(
     if measure:
         return replace(explanation, measured=_measured(device, explanation, args, kwargs))
     return explanation
+
+
+def _name_of(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return "the CPU" if device.type == "cpu" else f"the device {device}"
 
 
 def _device_of(values: list[Any]) -> torch.device:
