@@ -56,3 +56,11 @@ def test_rows_of_x_that_no_row_takes_are_not_read():
     cost = op_cost("grouped_linear", x, weight, offsets, rows=rows)
     read = (2 * 64 + 2 * 32 * 64) * 4 + offsets.nbytes + rows.nbytes
     assert cost.bytes == read + 2 * 32 * 4
+
+
+def test_a_product_of_a_dtype_without_a_unit_is_refused():
+    x = torch.empty(4, 64, dtype=torch.float64)
+    with pytest.raises(ValueError, match="^x: expected dtype float32, .*, got torch.float64"):
+        op_cost("linear", x, x)
+    with pytest.raises(ValueError, match="^x: expected dtype float32, .*, got torch.float64"):
+        op_cost("fp8_linear", x, x.to(torch.float8_e4m3fn), torch.ones(1))

@@ -216,7 +216,14 @@ def _(
 
 # ---- Costs -------------------------------------------------------------------------------------
 
-UNITS = {torch.float16: "bf16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+_UNITS = {torch.float16: "bf16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+def unit_of(dtype: torch.dtype, name: str) -> str:
+    """The unit that multiplies values of ``dtype``, which the argument ``name`` has."""
+    if dtype not in _UNITS:
+        raise ValueError(f"{name}: expected dtype float32, float16 or bfloat16, got {dtype}")
+    return _UNITS[dtype]
 
 
 def product_cost(
@@ -251,7 +258,7 @@ def _(
         weight.shape[0],
         nbytes(weight),
         x.dtype,
-        UNITS[x.dtype],
+        unit_of(x.dtype, "x"),
         activation,
         bias,
         residual,
@@ -274,5 +281,5 @@ def _(
 ) -> Cost:
     read = nbytes(weight.packed, weight.scales, weight.zeros, weight.perm, x_scale)
     dtype = weight.scales.dtype
-    unit = "fp8" if act or x.dtype == torch.float8_e4m3fn else UNITS[dtype]
+    unit = "fp8" if act or x.dtype == torch.float8_e4m3fn else unit_of(dtype, "weight.scales")
     return product_cost(x, weight.N, read, dtype, unit, activation, bias, residual, norm_weight)

@@ -10,7 +10,7 @@ from torch import Tensor
 from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import changed_in_place, inference_only, refuse_in_place
 from ridgeline.ops._out_quant import quantised_like
-from ridgeline.ops.gemm import UNITS, empty_output, product_cost
+from ridgeline.ops.gemm import empty_output, product_cost, unit_of
 from ridgeline.roofline.cost import Cost, cost_of, nbytes, op_cost
 
 _ops = torch.ops.ridgeline
@@ -244,7 +244,7 @@ def _(
 ) -> Cost:
     is_fp8 = x.dtype == torch.float8_e4m3fn
     out = out_dtype or (torch.bfloat16 if is_fp8 else x.dtype)
-    unit = "fp8" if is_fp8 or quantize_x else UNITS[out]
+    unit = "fp8" if is_fp8 or quantize_x else unit_of(out, "out_dtype" if out_dtype else "x")
     read = nbytes(weight, weight_scale, x_scale)
     return product_cost(
         x,
