@@ -717,3 +717,10 @@ def test_caches_of_more_than_two_to_the_31_elements() -> None:
     far = ops.paged_attention(q, cache, cache, ints("cuda", [[count - 1]]), lengths)
     near = ops.paged_attention(q, small, small, ints("cuda", [[0]]), lengths)
     assert torch.equal(far, near)
+
+
+@pytest.mark.parametrize("window", [True, 2.0, "2", 0], ids=repr)
+def test_a_window_that_is_no_number_of_keys_is_refused(window: Any) -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with pytest.raises(ValueError, match="^window: expected None or an integer from 1 on, got"):
+        ops.attention(q, q, q, window=window)

@@ -41,8 +41,8 @@ def _scale(scale: float | None, q: Tensor) -> float:
 def _window(window: int | None) -> int:
     if window is None:
         return 0
-    if window < 1:
-        raise ValueError(f"window: expected None or at least 1, got {window}")
+    if isinstance(window, (bool, float, str)) or window < 1:
+        raise ValueError(f"window: expected None or an integer from 1 on, got {window!r}")
     return window
 
 
