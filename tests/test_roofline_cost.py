@@ -64,3 +64,11 @@ def test_a_product_of_a_dtype_without_a_unit_is_refused():
         op_cost("linear", x, x)
     with pytest.raises(ValueError, match="^x: expected dtype float32, .*, got torch.float64"):
         op_cost("fp8_linear", x, x.to(torch.float8_e4m3fn), torch.ones(1))
+
+
+def test_what_rows_without_columns_give_is_written():
+    x, weight = torch.empty(3, 0), torch.empty(0)
+    assert op_cost("row_reduce", x, "sum").bytes == 3 * 4
+    assert op_cost("quantize_int8", x).bytes == op_cost("quantize_fp8", x).bytes == 3 * 4
+    assert op_cost("rmsnorm", x, weight, out_quant="fp8").bytes == 3 * 4
+    assert op_cost("rmsnorm", x, weight, out_quant="fp8_group").bytes == 0

@@ -31,5 +31,4 @@ def written(shape: Sequence[int], itemsize: int, out_quant: str | None) -> int:
     elements = math.prod(shape)
     if out_quant is None:
         return elements * itemsize
-    rows = math.prod(shape[:-1]) if elements else 0
-    return elements + 4 * rows * _scales(shape[-1], out_quant)
+    return elements + 4 * math.prod(shape[:-1]) * _scales(shape[-1], out_quant)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -92,13 +93,10 @@ def _(x: Tensor) -> tuple[Tensor, Tensor]:
 
 @cost_of("quantize_fp8")
 def _(x: Tensor, granularity: Granularity = "row") -> Cost:
-    scales = 1
-    for size in _scale_shape(x, granularity):
-        scales *= size
+    scales = math.prod(_scale_shape(x, granularity))
     return Cost(bytes=nbytes(x) + x.numel() + 4 * scales, flops=3 * x.numel())
 
 
 @cost_of("quantize_int8")
 def _(x: Tensor) -> Cost:
-    scales = x.numel() // max(x.shape[-1], 1)
-    return Cost(bytes=nbytes(x) + x.numel() + 4 * scales, flops=3 * x.numel())
+    return Cost(bytes=nbytes(x) + x.numel() + 4 * math.prod(x.shape[:-1]), flops=3 * x.numel())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -67,8 +68,7 @@ def _(x: Tensor) -> Tensor:
 
 @cost_of("row_reduce")
 def _(x: Tensor, op: ReduceOp) -> Cost:
-    rows = x.numel() // x.shape[-1] if x.numel() else 0
-    written = rows * (8 if op == "argmax" else x.element_size())
+    written = math.prod(x.shape[:-1]) * (8 if op == "argmax" else x.element_size())
     return Cost(bytes=nbytes(x) + written, flops=(5 if op == "logsumexp" else 1) * x.numel())
 
 
