@@ -309,7 +309,10 @@ class RoundedToInt8(RoundedInputs):
 
 @pytest.mark.parametrize(
     ("quantization", "hidden", "inner"),
-    [("int4", 128, 256), ("int4", 64, 96), ("fp8", 128, 256), ("int8", 128, 256)],
+    [
+        *(("int4", 128, 256), ("int4", 64, 96), ("w4a8", 128, 256), ("w4a8", 64, 96)),
+        *(("fp8", 128, 256), ("int8", 128, 256)),
+    ],
 )
 def test_quantised_weights_give_what_their_dequantised_values_give(
     tmp_path: Path, quantization: str, hidden: int, inner: int
@@ -324,15 +327,14 @@ def test_quantised_weights_give_what_their_dequantised_values_give(
         for layer in layers:
             for name in ("qkv", "output", "up", "down"):
                 linear = getattr(layer, name)
-                if quantization == "int4":
-                    assert (
-                        linear.weight.group == {128: 128, 256: 128, 64: 64, 96: 32}[linear.weight.K]
-                    )
-                    same = DenseLinear(linear.weight.dequantize().float(), linear.bias)
+                if quantization in ("int4", "w4a8"):
+                    group, columns = linear.weight.group, linear.weight.K
+                    assert group == {128: 128, 256: 128, 64: 64, 96: 32}[columns]
+                    weight = linear.weight.dequantize().float()
                 else:
                     weight = linear.weight.float() * linear.scale.view(-1, 1)
-                    rounded = RoundedInputs if quantization == "fp8" else RoundedToInt8
-                    same = rounded(weight, linear.bias)
+                kinds = {None: DenseLinear, "fp8": RoundedInputs, "int8": RoundedToInt8}
+                same = kinds[linear.codes](weight, linear.bias)
                 object.__setattr__(layer, name, same)
         dense = llm.generate(prompt, params)[0].prompt_logprobs[1:]
     # An input between two codes may fall to either. Inputs that are not rounded move it by 0.8.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -47,7 +48,8 @@ MIXTRAL = LLAMA_8B | {
 
 
 @pytest.mark.parametrize(
-    ("quantization", "hidden"), [(None, 128), ("int4", 128), ("int4", 192), ("fp8", 128)]
+    ("quantization", "hidden"),
+    [(None, 128), ("int4", 128), ("int4", 192), ("w4a8", 128), ("w4a8", 192), ("fp8", 128)],
 )
 def test_weights_and_cache_take_what_was_predicted(
     tmp_path: Path, quantization: str | None, hidden: int
@@ -129,8 +131,30 @@ def test_a_step_reads_weights_as_their_files_had_them(tmp_path: Path):
 
 def test_the_unit_that_multiplies_is_that_of_the_weights(tmp_path: Path):
     tiny_model.save_llama(tmp_path, **SHAPE)
-    for quantization, unit in ((None, "bf16"), ("int4", "bf16"), ("fp8", "fp8"), ("int8", "int8")):
+    units = {None: "bf16", "int4": "bf16", "w4a8": "fp8", "fp8": "fp8", "int8": "int8"}
+    for quantization, unit in units.items():
         assert kept_weights(load(tmp_path, quantization=quantization))[1] == unit
+
+
+def test_four_bit_weights_by_fp8_inputs_take_the_bytes_of_one_and_the_rate_of_the_other():
+    """But products of experts, and those of groups that 128 does not divide: 96 columns."""
+    roofs = Roofs("one", 1e12, 1e12, {"bf16": 1e12, "fp8": 2e12, "fp32": 1e12}, 2.0)
+
+    def cost(values: dict[str, Any], quantization: str) -> dict[str, Any]:
+        config = ModelConfig.from_dict(values)
+        layout = KVCacheLayout.of(config, 64, "auto", torch.bfloat16)
+        return step_cost(config, layout, torch.bfloat16, quantization, roofs)
+
+    w4a8, int4, fp8 = (cost(LLAMA_8B, kind) for kind in ("w4a8", "int4", "fp8"))
+    assert w4a8["fixed_us"] == int4["fixed_us"] < 0.6 * fp8["fixed_us"]
+    assert w4a8["token_us"] == fp8["token_us"] == int4["token_us"] / 2
+    attention = 32 * 2 * (4096 * 6144 + 4096 * 4096) / 1e12 * 1e6
+    experts = cost(MIXTRAL, "int4")["token_us"] - cost(MIXTRAL, "w4a8")["token_us"]
+    assert experts == pytest.approx(attention / 2)
+    narrow = LLAMA_8B | {"intermediate_size": 96}
+    down = 32 * 2 * 4096 * 96 / 1e12 * 1e6
+    rest = cost(narrow, "int4")["token_us"] - down
+    assert cost(narrow, "w4a8")["token_us"] == pytest.approx(rest / 2 + down)
 
 
 def test_of_experts_a_token_needs_few():

@@ -195,6 +195,7 @@ def test_only_wanted_tokens_query_the_last_layer(
     [
         pytest.param("llama", "fp8", [50, 50], id="but those of the last layer's one token"),
         pytest.param("llama", "int8", [], id="not other products"),
+        pytest.param("llama", "w4a8", [], id="not those of four-bit weights"),
         pytest.param("gemma2", "fp8", [], id="not ahead of a norm"),
         pytest.param("gpt_neox", "fp8", [], id="not attention and MLP beside each other"),
     ],
@@ -207,7 +208,7 @@ def test_many_fp8_products_are_added_to_the_residual_as_they_are_made(
     quantization: str,
     added: list[int],
 ):
-    tiny_model.save_model(tmp_path, family)
+    tiny_model.save_model(tmp_path, family, intermediate_size=128)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     decoder, prompt = load(tmp_path, dtype, device, quantization=quantization), [*range(1, 51)]
     expected = logits_of(decoder, prompt, dtype, [49])
@@ -287,11 +288,12 @@ def test_logits_through_codes_are_those_of_products_that_quantise_apart(
     assert (through - apart).norm() / apart.norm() < 0.1
 
 
-def test_fp8_products_meet_the_same_codes_whoever_makes_them():
+@pytest.mark.parametrize("quantization", ["fp8", "w4a8"])
+def test_products_meet_the_same_codes_whoever_makes_them(quantization: str):
     """Few tokens are normed in the product's call, many in the pass that adds to the residual."""
     generator = torch.Generator().manual_seed(7)
     x, residual, weight = (torch.randn(n, 256, generator=generator) for n in (20, 20, 48))
-    product = make_linear(weight, None, quantization="fp8", batch_invariant=False)
+    product = make_linear(weight, None, quantization=quantization, batch_invariant=False)
     norm = RmsNorm(torch.rand(256, generator=generator), 1e-5)
     total = residual.clone()
     codes = norm.quantized(x, total)

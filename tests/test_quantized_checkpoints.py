@@ -494,6 +494,7 @@ def test_four_bit_floats_are_read_exactly(powers: tuple[int, int], kept: bool, d
 
 @pytest.mark.parametrize("quantization, kind, bound", [
     ("fp8", Fp8ExpertLinear, 0.06), ("int4", Int4ExpertLinear, 0.2),
+    ("w4a8", Int4ExpertLinear, 0.2),
 ])  # fmt: skip
 def test_experts_are_quantised(tmp_path: Path, quantization: str, kind: type, bound: float):
     sizes = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 3}

@@ -43,8 +43,8 @@ class LLM:
         max_num_batched_tokens: the most tokens of one step; longer prompts are computed in chunks.
         enable_prefix_caching: keep the blocks of finished requests for prompts that begin alike.
         seed: of the requests without one of their own, of random weights, of the prefix hash.
-        quantization: None, "int4", "fp8" or "int8": the layers' matrices, while loading; with 8
-            bits also what they are multiplied by, token by token.
+        quantization: None, "int4", "w4a8" (int4 by fp8), "fp8" or "int8": the layers' matrices,
+            while loading; but with int4 also what they are multiplied by, token by token.
         kv_cache_dtype: "auto" (that of the model), "fp8" or "int8".
         batch_invariant: a request's tokens do not depend on what runs beside it, bit for bit.
         enforce_eager: no CUDA graphs.

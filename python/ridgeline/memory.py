@@ -15,7 +15,7 @@ from ridgeline.graphs import StepBuffers, mixed_seqs, mixed_tokens
 from ridgeline.kv_cache import KVCacheLayout
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.decoder import Decoder
-from ridgeline.models.linear import int4_group
+from ridgeline.models.linear import int4_group, meets_fp8
 from ridgeline.models.weights import parameters
 from ridgeline.ops.attention import attention_workspace_bytes
 from ridgeline.quant.four_bits import Mxfp4
@@ -28,6 +28,7 @@ CONTEXT_BYTES = 900 << 20
 _HOST_BANDWIDTH = 25e9  # bytes a second between device and pinned memory: PCIe 4, 16 lanes
 _QUANTISED = ("qkv", "output", "up", "down")
 _QUANTISED_EXPERTS = ("expert_up", "expert_down")  # but for int8
+_BY_EIGHT_BITS = {"fp8": _QUANTISED + _QUANTISED_EXPERTS, "int8": _QUANTISED, "w4a8": _QUANTISED}
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,15 @@ def _stored(
     return count // 2 + count // int4_group(shape[1]) * dtype.itemsize
 
 
+def _unit(name: str, columns: int, quantization: str | None) -> str:
+    """Who multiplies by a layer's matrix that is quantised while loading."""
+    if quantization is None or name.split(".")[-2] not in _BY_EIGHT_BITS.get(quantization, ()):
+        return "bf16"
+    if quantization == "w4a8":
+        return "fp8" if meets_fp8(int4_group(columns), columns) else "bf16"
+    return quantization
+
+
 def _rotary_bytes(config: ModelConfig, max_model_len: int) -> int:
     ropes = {layer.rope for layer in config.layers if layer.rope is not None}
     return len(ropes) * max_model_len * config.head_dim * 4
@@ -240,24 +250,24 @@ def step_cost(
     if roofs is None:
         return {}
     head = config.vocab_size * config.hidden_size
-    matrices, read = 0.0, 0.0
+    plain = roofs.flops.get("bf16", roofs.flops["fp32"])
+    token, read = 0.0, 0.0  # seconds of a token's products, and bytes
     for parameter in parameters(config):
         if len(parameter.shape) == 2 and parameter.name.startswith("layers."):
             # Of experts a token needs few, and a step reads at least those of one token.
             experts = ".expert_" in parameter.name
             share = config.experts_per_token / config.num_experts if experts else 1.0
-            matrices += share * prod(parameter.shape)
-            read += share * _stored(parameter.name, parameter.shape, dtype, quantization)
-    plain = roofs.flops.get("bf16", roofs.flops["fp32"])
-    unit = quantization or ""  # of int4 that of bf16
-    if kept is not None:
-        read, unit = kept
-    rate = roofs.flops.get(unit, plain)
+            if kept is None:
+                unit = _unit(parameter.name, parameter.shape[1], quantization)
+                read += share * _stored(parameter.name, parameter.shape, dtype, quantization)
+            else:
+                read, unit = kept
+            token += 2 * share * prod(parameter.shape) / roofs.flops.get(unit, plain)
     row = layout.block_bytes / layout.block_size / layout.num_layers
     windows = Counter(layer.window or 0 for layer in config.layers)
     return {
         "fixed_us": (read + head * dtype.itemsize) / roofs.read * 1e6,
-        "token_us": 2 * matrices / rate * 1e6,
+        "token_us": token * 1e6,
         "row_us": 2 * head / plain * 1e6,
         "swap_us": layout.block_bytes / _HOST_BANDWIDTH * 1e6,
         "attention": [

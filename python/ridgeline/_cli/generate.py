@@ -46,7 +46,8 @@ def add_parser(commands: Any) -> None:
     add("--stream", action="store_true", help="print text as it comes, one prompt at a time")
     add("--device", help="cpu, cuda or cuda:N; without it CUDA if it can be used")
     add("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
-    add("--quantization", metavar="KIND", help="int4, fp8 or int8: the weights, while loading")
+    add("--quantization", metavar="KIND",
+        help="int4, w4a8, fp8 or int8: the weights, while loading")  # fmt: skip
     add("--kv-cache-dtype", default="auto", metavar="KIND", help="auto, fp8 or int8")
     add(
         "--max-model-len",

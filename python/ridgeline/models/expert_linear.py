@@ -140,7 +140,7 @@ def make_experts(
     try:
         if isinstance(weight, Tensor):
             reason = None if quantization is None else "there is no product of experts with int8"
-            if quantization == "int4":
+            if quantization in ("int4", "w4a8"):  # no product of experts has 4 bits by 8
                 return _int4(pack_int4(weight), experts, bias, batch_invariant), None
             if quantization == "fp8":
                 codes = ScaledCodes(*ops.quantize_fp8(weight, "row"))

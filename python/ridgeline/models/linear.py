@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from ridgeline import ops
 from ridgeline.models.norms import Codes, RmsNorm
 from ridgeline.ops._out_quant import OutQuant
 
-QUANTIZATIONS = ("int4", "fp8", "int8")
+QUANTIZATIONS = ("int4", "w4a8", "fp8", "int8")
 
 _ADDED = 1 << 22
 """Elements of 128 tiles of an fp8 product: of fewer several blocks may share one, which then cannot
@@ -81,15 +81,15 @@ class DenseLinear:
 
 @dataclass(frozen=True)
 class Int4Linear:
-    """Four-bit weights with a scale for each group of inputs."""
+    """Four-bit weights with a scale for each group of inputs, times inputs as they are."""
 
     weight: ops.Int4Weight
     bias: Tensor | None
     batch_invariant: bool = False
 
     folded_rows = 8
-    unit = "bf16"
-    codes = None
+    unit: ClassVar[str] = "bf16"
+    codes: ClassVar[Literal["fp8"] | None] = None
 
     def __call__(
         self,
@@ -99,9 +99,20 @@ class Int4Linear:
         norm: RmsNorm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        assert isinstance(x, Tensor)
         fused = _fused(self, activation, norm, residual)
-        return ops.int4_linear(x, self.weight, self.bias, **fused)
+        if isinstance(x, Tensor):
+            return ops.int4_linear(x, self.weight, self.bias, act=self.codes, **fused)
+        assert self.codes is not None and x.dtype == self.weight.scales.dtype
+        return ops.int4_linear(x.values, self.weight, self.bias, x_scale=x.scale, **fused)
+
+
+@dataclass(frozen=True)
+class W4A8Linear(Int4Linear):
+    """Four-bit weights with a scale for each group of inputs, times inputs in fp8 with a scale a
+    token, quantised here or where they are made."""
+
+    unit: ClassVar[str] = "fp8"
+    codes: ClassVar[Literal["fp8"] | None] = "fp8"
 
 
 @dataclass(frozen=True)
@@ -274,14 +285,29 @@ def pack_int4(weight: Tensor) -> ops.Int4Weight:
     return ops.pack_int4(weight, int4_group(weight.shape[1]))
 
 
+def meets_fp8(group: int, columns: int, *, zero_points: bool = False) -> bool:
+    """Whether Hopper multiplies such a 4-bit weight by fp8 inputs in 8 bits. Of others it expands
+    both, so that inputs of 16 bits take less time and lose nothing."""
+    return (group % 128 == 0 or group == columns) and not zero_points
+
+
+def linear_of_int4(
+    weight: ops.Int4Weight, bias: Tensor | None, batch_invariant: bool, *, fp8_inputs: bool
+) -> Int4Linear:
+    """``fp8_inputs``: they are wanted; of weights that do not meet them they stay as they are."""
+    meets = meets_fp8(weight.group, weight.K, zero_points=weight.zeros is not None)
+    return (W4A8Linear if fp8_inputs and meets else Int4Linear)(weight, bias, batch_invariant)
+
+
 def make_linear(
     weight: Tensor, bias: Tensor | None, *, quantization: str | None, batch_invariant: bool
 ) -> Linear:
     """A ``Linear`` of ``weight [out, in]``, quantised here unless ``quantization`` is None."""
     if quantization is None:
         return DenseLinear(weight, bias, batch_invariant)
-    if quantization == "int4":
-        return Int4Linear(pack_int4(weight), bias, batch_invariant)
+    if quantization in ("int4", "w4a8"):
+        fp8_inputs = quantization == "w4a8"
+        return linear_of_int4(pack_int4(weight), bias, batch_invariant, fp8_inputs=fp8_inputs)
     if quantization == "int8":
         codes, scale = ops.quantize_int8(weight)
         return Int8Linear(codes, scale.flatten(), bias, batch_invariant)

@@ -31,7 +31,7 @@ class LoadOptions:
 
     Attributes:
         dtype: of everything that is not quantised.
-        quantization: None, "int4", "fp8" or "int8": of the layers' matrices; embedding and
+        quantization: None, "int4", "w4a8", "fp8" or "int8": of the layers' matrices; embedding and
             head stay.
         max_model_len: rows of the rotary tables.
         check_weights: refuse NaN and infinity; reads every tensor once more.
