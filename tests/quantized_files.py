@@ -103,9 +103,13 @@ def awq(group: int = GROUP) -> FileFormat:
     return FileFormat(f"awq, groups of {group}", config | {"version": "gemm"}, write)
 
 
+W4AFP8 = {"type": "float", "num_bits": 8, "strategy": "token", "dynamic": True}
+
+
 def compressed_packed(
-    group: int | None = GROUP, *, bits: int = 4, zero_point: bool = False, order: bool = False
-) -> FileFormat:
+    group: int | None = GROUP, *, bits: int = 4, zero_point: bool = False, order: bool = False,
+    inputs: dict[str, Any] | None = None,
+) -> FileFormat:  # fmt: skip
     def write(N: int, K: int, draw: torch.Generator) -> Written:
         columns = group or K
         index = torch.arange(K) // columns
@@ -126,15 +130,19 @@ def compressed_packed(
     weights = {"type": "int", "num_bits": bits, "symmetric": not zero_point}
     weights |= {"strategy": "group" if group else "channel", "group_size": group}
     name = f"compressed-tensors, {bits} bits, groups of {group}"
-    name += f"{', zero points' * zero_point}{', act-order' * order}"
-    return compressed(name, "pack-quantized", weights, write, "int4" if bits == 4 else "dense")
+    name += f"{', zero points' * zero_point}{', act-order' * order}{', fp8 inputs' * bool(inputs)}"
+    meets = group is None or group % 128 == 0  # in 8 bits on Hopper, without zero points
+    keeps = "w4a8" if inputs == W4AFP8 and meets and not zero_point else "int4"
+    keeps = keeps if bits == 4 else "dense"
+    return compressed(name, "pack-quantized", weights, write, keeps, inputs)
 
 
 def compressed(
     name: str, form: str, weights: dict[str, Any],
     write: Callable[[int, int, torch.Generator], Written], keeps: str,
+    inputs: dict[str, Any] | None = None,
 ) -> FileFormat:  # fmt: skip
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": None}}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights, "input_activations": inputs}}
     config = {"quant_method": "compressed-tensors", "format": form, "config_groups": groups}
     return FileFormat(name, config | {"ignore": ["lm_head"]}, write, keeps)
 
@@ -250,6 +258,8 @@ FORMATS = [
     gptq(order=True), gptq(64, version=2, order=True, zero_point=False), gptq(bits=8),
     compressed_packed(), compressed_packed(128, zero_point=True), compressed_packed(None),
     compressed_packed(order=True, zero_point=True), compressed_packed(64, bits=8),
+    compressed_packed(128, inputs=W4AFP8), compressed_packed(None, order=True, inputs=W4AFP8),
+    compressed_packed(64, inputs=W4AFP8), compressed_packed(128, zero_point=True, inputs=W4AFP8),
     compressed("compressed-tensors, int8", "int-quantized",
                {"type": "int", "num_bits": 8, "strategy": "channel"}, int8_rows, "int8"),
     compressed("compressed-tensors, fp8 rows", "float-quantized",

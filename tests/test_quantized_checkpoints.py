@@ -34,6 +34,7 @@ from ridgeline.models.linear import (
     Int4Linear,
     Int8Linear,
     Linear,
+    W4A8Linear,
     WeightOnlyFp8Linear,
 )
 from ridgeline.models.loader import LoadOptions, load_decoder
@@ -48,6 +49,7 @@ from tiny_model import one_thread  # noqa: F401
 
 KINDS = {
     "int4": Int4Linear,
+    "w4a8": W4A8Linear,
     "int8": Int8Linear,
     "fp8": Fp8Linear,
     "block fp8": BlockFp8Linear,
@@ -124,7 +126,7 @@ def test_what_weights_will_take_is_known_before_they_are_read(kind: FileFormat, 
 def test_logits_are_those_of_the_dequantised_model(saved):
     kind, folder, model = saved
     hooks = []
-    if kind.keeps in ("int8", "fp8", "block fp8"):  # inputs are rounded to 8 bits too
+    if kind.keeps in ("int8", "fp8", "block fp8", "w4a8"):  # inputs are rounded to 8 bits too
         columns = 128 if kind.keeps == "block fp8" else None
         for name, module in model.named_modules():
             if name.endswith("_proj"):
@@ -162,7 +164,10 @@ def test_greedy_tokens_are_those_of_the_dequantised_model(tmp_path: Path):
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "kind",
-    [quantized_files.awq(64), quantized_files.gptq(order=True), FORMATS[-3]],
+    [
+        *(quantized_files.awq(64), quantized_files.gptq(order=True), FORMATS[-3]),
+        quantized_files.compressed_packed(128, inputs=quantized_files.W4AFP8),
+    ],
     ids=lambda kind: kind.name,
 )
 def test_the_gpu_computes_what_the_cpu_does(tmp_path: Path, kind: FileFormat):
@@ -203,6 +208,44 @@ def test_a_layer_left_as_it_was_is_read_so(tmp_path: Path):
     save_file(tensors, path)
     layer = load(tmp_path).layers[1]
     assert isinstance(layer.down, DenseLinear) and isinstance(layer.up, Int4Linear)
+
+
+TOKENS = quantized_files.W4AFP8
+
+
+@pytest.mark.parametrize(
+    ("inputs", "kept"),
+    [
+        (TOKENS, True),
+        (TOKENS | {"strategy": "tensor", "dynamic": False}, True),  # a token's own scale instead
+        ({"type": "float", "num_bits": 8}, True),
+        (TOKENS | {"strategy": "group", "group_size": 128}, False),
+        (TOKENS | {"type": "int"}, False),
+        (TOKENS | {"num_bits": 4}, False),
+        ({}, False),
+    ],
+)
+def test_inputs_of_four_bit_weights_are_fp8_where_a_token_s_scale_serves(
+    tmp_path: Path, inputs: dict[str, Any], kept: bool
+):
+    """Others stay in 16 bits, and lose less than the file means."""
+    file = quantized_files.compressed_packed(128, inputs=inputs)
+    quantized_files.save(tmp_path, file)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    save_file(tensors | {"model.layers.1.mlp.up_proj.input_scale": torch.ones(1)}, path)
+    for layer in load(tmp_path).layers:
+        assert type(layer.up) is (W4A8Linear if kept else Int4Linear)
+    experts = GroupedCodes(four_bits(64, 2).q, torch.ones(2, 64), fp8_inputs=kept)
+    assert type(make_experts(experts, None, 2, torch.float32, None)[0]) is Int4ExpertLinear
+
+
+def test_parts_with_inputs_of_two_kinds_are_refused():
+    groups = {str(i): {"weights": {"num_bits": 4}, "input_activations": inputs}
+              for i, inputs in enumerate((None, TOKENS))}  # fmt: skip
+    config = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    with pytest.raises(ValueError, match="must quantise all weights in one way, got 2"):
+        format_of(config | {"config_groups": groups})
 
 
 def test_a_bias_that_the_model_lacks_must_be_zero(tmp_path: Path):

@@ -12,10 +12,10 @@ from ridgeline import ops
 from ridgeline.models.linear import (
     DenseLinear,
     Fp8Linear,
-    Int4Linear,
     Int8Linear,
     Linear,
     WeightOnlyFp8Linear,
+    linear_of_int4,
 )
 from ridgeline.models.norms import RmsNorm
 from ridgeline.quant.stored import FP8_BLOCK, Expanded, GroupedCodes, ScaledCodes
@@ -77,7 +77,8 @@ def stored_linear(
         reason = weight.reason
     elif isinstance(weight, GroupedCodes) and weight.bits == 4:
         try:
-            return Int4Linear(packed_int4(weight, dtype), bias, batch_invariant), None
+            packed, fp8_inputs = packed_int4(weight, dtype), weight.fp8_inputs
+            return linear_of_int4(packed, bias, batch_invariant, fp8_inputs=fp8_inputs), None
         except ValueError as error:
             reason = str(error)
     elif isinstance(weight, ScaledCodes):

@@ -34,12 +34,14 @@ class CompressedTensors:
     Attributes:
         bits: of packed integers, by the number of groups' sizes: (bits, columns a group or None).
         packed: what the configuration says; tensors say it of each weight.
+        fp8_inputs: of packed integers of 4 bits: inputs are meant to be fp8, too (W4AFP8).
     """
 
     bits: int
     group: int | None
     block: tuple[int, int] | None
     packed: bool = True
+    fp8_inputs: bool = False
 
     ignored = (*INPUT_SCALES, ".input_zero_point", ".weight_shape", ".input_global_scale")
     dtypes: ClassVar[Mapping[str, str]] = {}
@@ -90,6 +92,7 @@ class CompressedTensors:
             zeros=zeros,
             group_index=index,
             bits=self.bits,
+            fp8_inputs=self.fp8_inputs,
         )
 
     def _scaled(self, weight: TensorInfo | None) -> ScaledFormat | None:
@@ -115,12 +118,15 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
             raise ValueError(f"quantization_config: weights of {kind} {bits} bits are not read")
         by_group = weights.get("strategy") == "group"
         by_block = weights.get("strategy") == "block"
+        packed = "pack" in str(group.get("format") or config.get("format"))
+        inputs = group.get("input_activations") or {}
         found.add(
             CompressedTensors(
                 bits=bits,
                 group=weights.get("group_size") if by_group else None,
                 block=block_of(weights.get("block_structure")) if by_block else None,
-                packed="pack" in str(group.get("format") or config.get("format")),
+                packed=packed,
+                fp8_inputs=packed and bits == 4 and _are_fp8(inputs),
             )
         )
     if len(found) != 1:
@@ -129,6 +135,16 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
             f"got {len(found)}"
         )
     return found.pop()
+
+
+def _are_fp8(inputs: Mapping[str, Any]) -> bool:
+    """Whether they are e4m3 with a scale a token, or one for all, which a token's stands for.
+
+    Others that are quantised stay in 16 bits, and so lose less than is meant: int8, for which there
+    is no product with integers of 4 bits, and e4m3 with scales of columns.
+    """
+    is_fp8 = inputs.get("type") == "float" and inputs.get("num_bits") == 8
+    return is_fp8 and (inputs.get("strategy") or "tensor") in ("token", "tensor")
 
 
 def _four_bit_floats(weights: Mapping[str, Any]) -> Format:

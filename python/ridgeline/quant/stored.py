@@ -21,6 +21,7 @@ class GroupedCodes:
         zeros: uint8 ``[groups, N]``; None: ``2 ** (bits - 1)``.
         group_index: ``[K]``, the group of each column; None: groups of equal size, in order.
         bits: 4 or 8.
+        fp8_inputs: the format means inputs in fp8, a scale a token, not of 16 bits.
     """
 
     q: Tensor
@@ -28,6 +29,7 @@ class GroupedCodes:
     zeros: Tensor | None = None
     group_index: Tensor | None = None
     bits: int = 4
+    fp8_inputs: bool = False
 
     def rows(self, index: Tensor) -> GroupedCodes:
         """The rows ``index`` of the weight, in this order."""
@@ -144,6 +146,7 @@ def _stack_groups(parts: Sequence[GroupedCodes]) -> GroupedCodes | None:
         same_groups = part.scales.shape[0] == first.scales.shape[0] and part.bits == first.bits
         if not same_groups or not _same(part.group_index, first.group_index):
             return None
+        assert part.fp8_inputs == first.fp8_inputs  # one configuration says it of all
     zeros = None
     if any(part.zeros is not None for part in parts):
         middle = 1 << (first.bits - 1)
