@@ -38,6 +38,7 @@ CASES = [(scheme, method, {}) for scheme, names in METHODS.items() for method in
     ("int4", "awq", {"group_size": 64, "clip": True}),
     ("int4", "gptq", {"group_size": 32, "zero_point": True, "act_order": "group"}),
     ("int4", "gptq", {"group_size": 32, "act_order": "static"}),
+    ("w4a8", "awq+gptq", {"group_size": -1, "act_order": "static", "clip": True}),
     ("fp8", "rtn", {"granularity": "tensor"}),
     ("fp8", "gptq", {"granularity": "block"}),
     ("int8", "smoothquant", {"alpha": 0.8, "skip": ("down_proj",)}),
@@ -135,7 +136,9 @@ def test_rounding_to_nearest_is_what_llm_does_while_loading(folder: Path, tmp_pa
         assert actual[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
 
 
-@pytest.mark.parametrize("scheme, method", [("int4", "awq+gptq"), ("int8", "smoothquant")])
+@pytest.mark.parametrize(
+    "scheme, method", [("int4", "awq+gptq"), ("w4a8", "gptq"), ("int8", "smoothquant")]
+)
 def test_the_loss_is_that_of_the_files(
     folder: Path, text: Path, tmp_path: Path, scheme: str, method: str
 ):
@@ -231,13 +234,23 @@ def test_a_loss_that_rises_is_told_by_who_writes_and_who_reads(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"scheme": "int3"}, "scheme: expected one of 'int4', 'fp8', 'int8', got 'int3'"),
+        ({"scheme": "int3"}, "scheme: expected one of 'int4', 'w4a8', 'fp8', 'int8', got 'int3'"),
         ({"method": "smoothquant"}, "method: expected one of 'rtn', 'awq', .*got 'smoothquant'"),
         ({"method": "gptq"}, "text: 'gptq' learns from a text: expected a file, got none"),
         ({"clip": True}, "text: 'clip' learns from a text"),
         ({"group_size": 48}, "q_proj: group_size: expected -1 or a multiple of 32, got 48"),
         ({"group_size": 96}, "q_proj: weight: expected K divisible by the group 96, got K = 128"),
         ({"scheme": "fp8", "zero_point": True}, "zero_point: not an option of fp8 by rtn"),
+        ({"scheme": "w4a8", "zero_point": True}, "zero_point: not an option of w4a8 by rtn"),
+        (
+            {"scheme": "w4a8", "group_size": 64},
+            "q_proj: group_size: expected -1 or a multiple of 128 for inputs in fp8, got 64",
+        ),
+        ({"scheme": "w4a8", "method": "smoothquant"}, "method: expected one of 'rtn', 'awq'"),
+        (
+            {"scheme": "w4a8", "method": "gptq", "act_order": "group"},
+            "act_order group: not an option of w4a8 by gptq",
+        ),
         ({"act_order": "group"}, "act_order: not an option of int4 by rtn"),
         ({"granularity": "block"}, "granularity: not an option of int4"),
         ({"scheme": "int8", "group_size": 32}, "group_size: not an option of int8 by rtn"),

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 import tiny_model
+from quantized_files import W4AFP8
 from ridgeline import LLM, SamplingParams, quantize_checkpoint
 from ridgeline.quant.formats import gptq_written_config
 from test_models import load, logits_of
@@ -75,6 +76,22 @@ def test_a_group_of_all_columns_is_a_channel(tmp_path: Path, zero_point: bool):
     load(tmp_path / "out")
     assert weights_of(tmp_path / "out")["strategy"] == "channel"
     assert "group_size" not in weights_of(tmp_path / "out")
+
+
+def test_inputs_in_fp8_are_llm_compressor_s_w4afp8(tmp_path: Path):
+    tiny_model.save_llama(tmp_path / "in", hidden_size=128, intermediate_size=256)
+    for scheme, inputs in (("int4", None), ("w4a8", W4AFP8 | {"symmetric": True})):
+        out = tmp_path / scheme
+        quantize_checkpoint(tmp_path / "in", out, scheme=scheme, device="cpu")
+        assert config_of(out)["format"] == "pack-quantized"
+        assert weights_of(out) == {
+            "type": "int", "num_bits": 4, "symmetric": True, "dynamic": False,
+            "strategy": "group", "group_size": 128,
+        }  # fmt: skip
+        assert config_of(out)["config_groups"]["group_0"]["input_activations"] == inputs
+    files = [load_file(tmp_path / kind / "model.safetensors") for kind in ("int4", "w4a8")]
+    assert files[0].keys() == files[1].keys()
+    assert all(torch.equal(files[0][name], files[1][name]) for name in files[0])
 
 
 def test_rules_of_gptq_name_what_others_join():

@@ -30,12 +30,12 @@ def add_parser(commands: Any) -> None:
     add("--text", metavar="FILE", type=Path,
         help="UTF-8 text like what the model will meet; all methods but rtn need it")  # fmt: skip
     add("--group-size", type=int, default=128, metavar="N",
-        help="int4: columns that share a scale; -1: all (%(default)s)")  # fmt: skip
+        help="int4, w4a8: columns that share a scale; -1: all (%(default)s)")  # fmt: skip
     add("--zero-point", action="store_true", help="int4: groups have one")
-    add("--clip", action="store_true", help="int4: search for the range of each group")
+    add("--clip", action="store_true", help="int4, w4a8: search for the range of each group")
     add("--granularity", default="row", choices=GRANULARITIES, help="fp8 (%(default)s)")
     add("--act-order", default="none", choices=ACT_ORDERS,
-        help="gptq: columns with large inputs first; group: in groups of that order")  # fmt: skip
+        help="gptq: columns of large inputs first; group: int4, groups in that order")  # fmt: skip
     add("--alpha", type=float, default=0.5, metavar="A",
         help="smoothquant: how much activations give to weights (%(default)s)")  # fmt: skip
     add("--damping", type=float, default=0.01, metavar="D",

@@ -56,17 +56,20 @@ def quantize_checkpoint(
 
     Args:
         model: a folder in Hugging Face layout, not quantised yet. out: the folder to make.
-        scheme: "int4" (weights alone), "fp8" or "int8" (products of codes: W8A8).
-        method: "rtn" (round to nearest); of int4 "awq", "gptq", "awq+gptq"; of fp8 "gptq"; of int8
-            "smoothquant", "gptq", "smoothquant+gptq".
+        scheme: "int4" (weights alone), "w4a8" (the same, products with fp8 inputs), "fp8" or
+            "int8" (products of codes: W8A8).
+        method: "rtn" (round to nearest); of int4 and w4a8 "awq", "gptq", "awq+gptq"; of fp8
+            "gptq"; of int8 "smoothquant", "gptq", "smoothquant+gptq".
         text: a file of text like that which the model will meet. All methods but rtn need it;
             with it the loss of windows that were held out is measured before and after.
-        group_size: of int4: a multiple of 32 that divides all inputs' widths, or -1: all columns.
+        group_size: of int4: a multiple of 32, of w4a8 of 128, that divides all inputs' widths, or
+            -1: all columns.
         zero_point: of int4: groups have one. granularity: of fp8: "tensor", "row" or "block"
             (128 x 128).
         act_order: of gptq: round columns with large inputs first; "static" keeps the groups of
-            int4 as the weight has them, "group" makes them in that order, which the file records.
-        clip: of int4: search for the part of each group's range that loses least.
+            4 bits as the weight has them, "group" (of int4) makes them in that order, which the
+            file records.
+        clip: of int4 and w4a8: search for the part of each group's range that loses least.
         alpha: of smoothquant: see :func:`ridgeline.smooth_`. damping: of gptq: added to the
             moments' diagonal, as a share of its mean.
         samples, window: so many windows of so many tokens (at most what the model takes) are

@@ -46,8 +46,10 @@ class Job:
         self._writer, self._windows = writer, windows
         self._checkpoint = Checkpoint(folder, options.device, config)
         self._checkpoint.check()
+        fp8_inputs = recipe.scheme == "w4a8"
         self._scheme = Scheme(
-            recipe.scheme, recipe.group_size, recipe.zero_point, recipe.granularity, config.dtype
+            "int4" if fp8_inputs else recipe.scheme,
+            *(recipe.group_size, recipe.zero_point, recipe.granularity, config.dtype, fp8_inputs),
         )
         self._tables: list[dict[str, Parameter]] = [{} for _ in range(config.num_layers)]
         for parameter in parameters(config):

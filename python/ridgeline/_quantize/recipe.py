@@ -13,6 +13,7 @@ from ridgeline._quantize.schemes import GRANULARITIES, SCHEMES
 
 METHODS = {
     "int4": ("rtn", "awq", "gptq", "awq+gptq"),
+    "w4a8": ("rtn", "awq", "gptq", "awq+gptq"),
     "fp8": ("rtn", "gptq"),
     "int8": ("rtn", "smoothquant", "gptq", "smoothquant+gptq"),
 }
@@ -67,10 +68,11 @@ class Recipe:
                 raise TypeError(f"{name}: expected {wanted}, got {value!r}")
             if not low <= value <= high:
                 raise ValueError(f"{name}: expected a number from {low} to {high}, got {value}")
+        four_bits = self.scheme in ("int4", "w4a8")
         for option, value, needs in (
             ("zero_point", self.zero_point, self.scheme == "int4"),
-            ("clip", self.clip, self.scheme == "int4"),
-            ("group_size", self.group_size != 128, self.scheme == "int4"),
+            ("clip", self.clip, four_bits),
+            ("group_size", self.group_size != 128, four_bits),
             ("granularity", self.granularity != "row", self.scheme == "fp8"),
             ("alpha", self.alpha != 0.5, "smoothquant" in self.method),
             ("damping", self.damping != 0.01, "gptq" in self.method),

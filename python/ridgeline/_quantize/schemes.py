@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from ridgeline import ops
+from ridgeline.models.linear import meets_fp8
 from ridgeline.ops.int4_weight import checked_group, int4_codes, int4_grid
 from ridgeline.quant.stored import FP8_BLOCK, GroupedCodes, ScaledCodes
 
-SCHEMES = ("int4", "fp8", "int8")
+SCHEMES = ("int4", "w4a8", "fp8", "int8")
 GRANULARITIES = ("tensor", "row", "block")
 _SHRINKS = tuple(1 - 0.05 * step for step in range(1, 11))  # of a group's range, for the search
 
@@ -35,11 +36,12 @@ class Scheme:
     """A kind of codes and what shares a scale.
 
     Attributes:
-        format: of ``SCHEMES``.
+        format: "int4", "fp8" or "int8".
         group_size: of int4: columns that share a scale; -1: all.
         zero_point: of int4: a group has one, else codes are symmetric.
         granularity: of fp8, what shares a scale. int8 has one a row.
         dtype: that the scales of int4 are kept in.
+        fp8_inputs: of int4: inputs are rounded to fp8 (w4a8).
     """
 
     format: str
@@ -47,6 +49,7 @@ class Scheme:
     zero_point: bool = False
     granularity: str = "row"
     dtype: torch.dtype = torch.float32
+    fp8_inputs: bool = False
 
     def group(self, K: int) -> int:
         """Columns of a row that share a scale."""
@@ -74,6 +77,11 @@ class Scheme:
                 checked_group(self.group_size, K)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from error
+        if self.fp8_inputs and not meets_fp8(self.group(K), K):
+            raise ValueError(
+                f"{name}: group_size: expected -1 or a multiple of 128 for inputs in fp8, "
+                f"got {self.group_size}"
+            )
         if self.block is not None and N % FP8_BLOCK and not last:
             raise ValueError(
                 f"granularity: {name} has {N} rows, and others follow in the same product: "
@@ -141,7 +149,9 @@ class Scheme:
             return ScaledCodes(codes.to(kind), grid.stored, self.block)
         zeros = grid.zeros.t().to(torch.uint8).contiguous() if self.zero_point else None
         scales = grid.scales.t().to(self.dtype).contiguous()
-        return GroupedCodes(codes.to(torch.uint8), scales, zeros, group_index)
+        return GroupedCodes(
+            codes.to(torch.uint8), scales, zeros, group_index, fp8_inputs=self.fp8_inputs
+        )
 
     def nearest(self, weight: Tensor, moments: Tensor | None = None) -> GroupedCodes | ScaledCodes:
         """Rounds float32 ``[N, K]`` to nearest; ``moments`` as for :meth:`grid`."""

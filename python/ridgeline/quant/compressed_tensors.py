@@ -179,18 +179,21 @@ def written_config(
     """The ``quantization_config`` of a checkpoint with weights of one kind.
 
     Args:
-        kind: "int4", "fp8" or "int8".
-        group_size: of int4: columns that share a scale, -1: all; it holds for every weight, so
+        kind: "int4", "w4a8" (int4 with inputs in e4m3: llm-compressor's W4AFP8), "fp8" or "int8".
+        group_size: of 4 bits: columns that share a scale, -1: all; it holds for every weight, so
             that no single one can tell it: where it is the weight's width both look the same.
         zero_point: of int4. granularity: of fp8: "tensor", "row" or "block".
         ignore: names of modules that are not quantised, or patterns after "re:".
     """
     weights: dict[str, Any] = {"type": "int", "num_bits": 4, "symmetric": True, "dynamic": False}
     inputs: dict[str, Any] | None = None
-    if kind == "int4":
+    if kind in ("int4", "w4a8"):
         form, by_group = "pack-quantized", {"strategy": "group", "group_size": group_size}
         weights |= {"strategy": "channel"} if group_size == -1 else by_group
         weights["symmetric"] = not zero_point
+        if kind == "w4a8":
+            inputs = {"type": "float", "num_bits": 8, "symmetric": True, "strategy": "token",
+                      "dynamic": True}  # fmt: skip
     else:
         form = "int-quantized" if kind == "int8" else "float-quantized"
         weights |= {"type": "int" if kind == "int8" else "float", "num_bits": 8}
