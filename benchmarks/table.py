@@ -51,11 +51,11 @@ def table(rows: list[Row]) -> str:
 
 QUANTISED = {
     "int4": ("int4_linear", None),
-    "W4A8": ("int4_linear", "fp8"),
+    "w4a8": ("int4_linear", "fp8"),
     "fp8": ("fp8_linear", "fp8"),
     "int8": ("int8_linear", None),
 }
-"""Schemes of :func:`ridgeline.advise_quantization`, and W4A8: op, and the rows' ``x``."""
+"""Schemes of :func:`ridgeline.advise_quantization`: op, and the rows' ``x``."""
 WIDE = ("ridgeline", "cublas")
 
 

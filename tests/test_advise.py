@@ -23,7 +23,12 @@ def test_times_are_the_longer_of_bytes_and_operations():
     assert advice.microseconds["int8"] == advice.microseconds["fp8"]
     assert advice.microseconds["int4"][1] == pytest.approx(many)
     assert 0.25 < advice.microseconds["int4"][0] / one < 0.27
-    assert advice.best(1) == "int4" and advice.best(8192) == "fp8"
+    assert advice.microseconds["w4a8"][1] == pytest.approx(many / 2)
+    spared = 2 * (K - 4) / READ * 1e6  # a byte of each input, and one scale
+    assert advice.microseconds["w4a8"][0] == pytest.approx(advice.microseconds["int4"][0] - spared)
+    assert advice.best(1) == "int4" and advice.best(8192) == "fp8"  # the others are no faster
+    few = ridgeline.advise_quantization([(N, K)], rows=128, roofs=ROOFS)
+    assert few.best(128) == "w4a8"
 
 
 def test_scales_of_int4_are_two_bytes_for_128_columns_of_a_row():
@@ -40,8 +45,8 @@ def test_weights_alone_stop_paying_where_products_are_compute_bound():
         m for m in range(1, 1000) if 2 * m * N * K / BF16 >= (2 * N * K + 2 * m * (N + K)) / READ
     )
     assert advice.pays_below["int4"] == pytest.approx(rows, abs=1)
-    assert advice.pays_below["fp8"] is None
-    ends = ["-", "-", "-", str(advice.pays_below["int4"])]
+    assert advice.pays_below["fp8"] is advice.pays_below["w4a8"] is None
+    ends = ["-", "-", "-", str(advice.pays_below["int4"]), "-"]
     assert str(advice).splitlines()[-1].split() == ["pays", "below", *ends]
 
 
@@ -50,6 +55,10 @@ def test_a_machine_without_8_bit_units():
     advice = ridgeline.advise_quantization([(N, K)], rows=[1, 64], roofs=roofs)
     assert list(advice.microseconds) == ["16 bits", "int4"]
     assert advice.pays_below["int4"] < 20
+    rates = {"bf16": 1e14, "fp32": 1e13, "int8": 2e14}
+    roofs = Roofs("int8 alone", copy=1e12, read=1e12, flops=rates, launch_us=1.0)
+    advice = ridgeline.advise_quantization([(N, K)], rows=[1], roofs=roofs)
+    assert list(advice.microseconds) == ["16 bits", "int8", "int4"]
 
 
 def test_modules_and_wrong_arguments():

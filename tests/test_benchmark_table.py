@@ -46,7 +46,7 @@ def test_gains_are_predicted_and_measured_in_one_run() -> None:
         product("fp8_linear", 5.0, 4.0, x="fp8", M=16),
     ]
     assert gains(rows).splitlines()[1:] == [
-        "| K x N | rows | int4 | W4A8 | fp8 | int8 |",
+        "| K x N | rows | int4 | w4a8 | fp8 | int8 |",
         "|---|---|---|---|---|---|",
         "| 64 x 32 | 8 | 4.0, 2.5 | 2.0, 1.2 |  |  |",
     ]

@@ -17,6 +17,8 @@ from ridgeline.roofline.machine import Roofs, measure_roofs
 
 Shape = tuple[int, int]
 _GROUP, _MOST_ROWS = 128, 1 << 16
+_EQUAL = 0.999  # a share of a time that is no less
+_CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "w4a8": torch.float8_e4m3fn}  # of inputs
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,12 @@ class Advice:
     pays_below: dict[str, int | None]
 
     def best(self, rows: int) -> str:
-        """The scheme of the least time at one of ``rows``; of equal ones the widest."""
+        """The scheme of the least time at one of ``rows``; of those within 0.1% the widest."""
         if rows not in self.rows:
             raise ValueError(f"rows: expected one of {list(self.rows)}, got {rows}")
         at = self.rows.index(rows)
-        return min(self.microseconds, key=lambda name: round(self.microseconds[name][at], 3))
+        most = min(times[at] for times in self.microseconds.values()) / _EQUAL
+        return next(name for name, times in self.microseconds.items() if times[at] <= most)
 
     def __str__(self) -> str:
         names = list(self.microseconds)
@@ -79,7 +82,8 @@ def advise_quantization(
         TypeError: shapes that are no pairs of integers; rows that are no integers.
 
     The schemes: "16 bits"; "int4" (groups of 128) with 16-bit products; "fp8" and "int8" with
-    both operands in 8 bits, where ``roofs`` has their rate ("int8" is as fast as "fp8").
+    both operands in 8 bits, where ``roofs`` has their rate ("int8" is as fast as "fp8"), and there
+    "w4a8": the weights of "int4" by inputs in fp8.
     """
     shapes = _shapes(model_or_shapes)
     counts = [rows] if isinstance(rows, int) else rows
@@ -96,10 +100,10 @@ def advise_quantization(
         )
 
     def is_no_faster(name: str, count: int) -> bool:
-        return total(name, count) >= 0.999 * total("16 bits", count)
+        return total(name, count) >= _EQUAL * total("16 bits", count)
 
     eight = [name for name in ("fp8", "int8") if {name, "fp8"} & roofs.flops.keys()]
-    schemes = ["16 bits", *eight, "int4"]
+    schemes = ["16 bits", *eight, "int4", *(["w4a8"] if "fp8" in eight else [])]
     return Advice(
         machine=roofs.name,
         rows=tuple(counts),
@@ -143,17 +147,17 @@ def _cost(name: str, shape: Shape, rows: int, roofs: Roofs) -> Cost:
     def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
 
+    x = empty(rows, K, dtype=_CODES.get(name, torch.bfloat16))
+    of_x = empty(rows, dtype=torch.float32) if name in _CODES else None
     if name == "16 bits":
-        cost = op_cost("linear", empty(rows, K), empty(N, K))
-    elif name == "int4":
+        cost = op_cost("linear", x, empty(N, K))
+    elif name in ("int4", "w4a8"):
         packed = empty(-(-N // 16), -(-K // 64), 32, 4, dtype=torch.int32)
         scales = empty(-(-K // _GROUP), N)
         int4 = ops.Int4Weight(packed, scales, None, None, N=N, K=K, group=_GROUP)
-        cost = op_cost("int4_linear", empty(rows, K), int4)
+        cost = op_cost("int4_linear", x, int4, x_scale=of_x)
     else:
-        codes = torch.float8_e4m3fn if name == "fp8" else torch.int8
-        x, weight = empty(rows, K, dtype=codes), empty(N, K, dtype=codes)
-        of_weight, of_x = (empty(count, dtype=torch.float32) for count in (N, rows))
+        weight, of_weight = empty(N, K, dtype=x.dtype), empty(N, dtype=torch.float32)
         cost = op_cost(f"{name}_linear", x, weight, of_weight, x_scale=of_x)
     if cost.unit in roofs.flops:
         return cost
