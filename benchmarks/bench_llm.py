@@ -47,7 +47,8 @@ SMALL = LLAMA_8B | {
     "num_key_value_heads": 2,
     "eos_token_id": 0,
 }
-WEIGHT_BITS = {None: 16, "fp8": 8, "int4": 4.125}  # int4 with one 16-bit scale a group of 128
+# Of 4 bits with one 16-bit scale a group of 128.
+WEIGHT_BITS = {None: 16, "fp8": 8, "int4": 4.125, "w4a8": 4.125}
 
 
 @dataclass(frozen=True)
@@ -121,11 +122,13 @@ FAST = [
     Setup({}, DECODE),
     Setup({"quantization": "fp8"}, DECODE),
     Setup({"quantization": "int4"}, DECODE),
+    Setup({"quantization": "w4a8"}, DECODE),
 ]
 FULL = [
     Setup({}, DECODE + LONG),
     Setup({"quantization": "fp8"}, DECODE + PROMPTS),
-    Setup({"quantization": "int4"}, DECODE),
+    Setup({"quantization": "int4"}, DECODE + PROMPTS),
+    Setup({"quantization": "w4a8"}, DECODE + PROMPTS),
     Setup({"quantization": "fp8", "kv_cache_dtype": "fp8"}, [THROUGHPUT]),
     Setup({"batch_invariant": True}, DECODE),
     Setup({"latency_target": 0.0125}, [], Stall(16, 128, 768, 32768)),
@@ -154,7 +157,7 @@ def prompt_floor(bench: Bench, case: Case, config: dict[str, Any], setup: Setup)
     """Seconds of a prompt's products: with the layers' weights, and of causal attention."""
     layers = weight_bytes(config, None) / 2 - config["hidden_size"] * config["vocab_size"]
     products = 2 * layers * case.prompt
-    unit = "fp8" if setup.quantization == "fp8" else "bf16"
+    unit = "fp8" if setup.quantization in ("fp8", "w4a8") else "bf16"
     attention = 2 * case.prompt**2 * config["hidden_size"] * config["num_hidden_layers"]
     flops = bench.roofs.flops
     return products / flops[unit] + attention / flops["bf16"]
