@@ -287,7 +287,7 @@ def pack_int4(weight: Tensor) -> ops.Int4Weight:
 
 def meets_fp8(group: int, columns: int, *, zero_points: bool = False) -> bool:
     """Whether Hopper multiplies such a 4-bit weight by fp8 inputs in 8 bits. Of others it expands
-    both, so that inputs of 16 bits take less time and lose nothing."""
+    both to 16 bits, so that nothing is gained by rounding the inputs."""
     return (group % 128 == 0 or group == columns) and not zero_points
 
 
