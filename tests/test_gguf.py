@@ -14,7 +14,7 @@ import tiny_model
 from ridgeline import LLM, SamplingParams
 from ridgeline.memory import tensor_bytes
 from ridgeline.models.gguf import GgufFile
-from ridgeline.models.linear import DenseLinear, Int4Linear
+from ridgeline.models.linear import DenseLinear, Int4Linear, W4A8Linear
 from ridgeline.models.loader import LoadOptions, load_decoder
 from ridgeline.quant.ggml import EXPANDED, q4_0
 from ridgeline.quant.stored import GroupedCodes
@@ -134,6 +134,14 @@ def test_tokens_are_those_of_transformers_with_the_same_values(tmp_path, kind, a
     with LLM(path, device="cpu", num_blocks=4, max_num_seqs=2) as llm:
         (output,) = llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=4))
     assert output.outputs[0].token_ids == tiny_model.greedy(model, PROMPT, 4)
+
+
+def test_sixteen_bits_are_quantised_while_loading(tmp_path: Path):
+    path = tmp_path / "model.gguf"
+    save(path, Kind.F16)
+    file = GgufFile(path)
+    options = LoadOptions(torch.device("cpu"), torch.float32, 64, quantization="w4a8")
+    assert type(load_decoder(file.config(), file, options).layers[0].qkv) is W4A8Linear
 
 
 @pytest.mark.filterwarnings("ignore:.* matrices .* are kept as")

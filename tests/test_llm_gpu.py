@@ -48,11 +48,13 @@ def run(folder: Path, params: SamplingParams, **options):
 
 
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_graph_is_eager_to_the_bit(folder: Path, params: SamplingParams, dtype: str):
+@pytest.mark.parametrize(
+    "options", [{"dtype": "bfloat16"}, {"dtype": "float16"}, {"quantization": "w4a8"}], ids=str
+)
+def test_graph_is_eager_to_the_bit(folder: Path, params: SamplingParams, options):
     # Rows of padding give a graph more rows than the eager step has: only where results do not
     # depend on the number of rows must the bits be equal.
-    options = {"dtype": dtype, "batch_invariant": True}
+    options = options | {"batch_invariant": True}
     assert run(folder, params, **options) == run(folder, params, **options, enforce_eager=True)
 
 
@@ -121,9 +123,12 @@ def test_greedy_tokens_are_those_of_transformers_up_to_ties(folder: Path):
         pytest.param({"enforce_eager": True}, id="eager"),
     ],
 )
-def test_batch_invariant_tokens_do_not_depend_on_the_schedule(folder: Path, options):
-    expected = run(folder, SEEDED, batch_invariant=True)
-    assert run(folder, SEEDED, **({"batch_invariant": True} | options)) == expected
+@pytest.mark.parametrize("quantization", [None, "w4a8"])
+def test_batch_invariant_tokens_do_not_depend_on_the_schedule(
+    folder: Path, options, quantization: str | None
+):
+    always = {"batch_invariant": True, "quantization": quantization}
+    assert run(folder, SEEDED, **(always | options)) == run(folder, SEEDED, **always)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +137,7 @@ def test_batch_invariant_tokens_do_not_depend_on_the_schedule(folder: Path, opti
         ({"kv_cache_dtype": "fp8"}, 0.5),
         ({"kv_cache_dtype": "int8"}, 0.5),
         ({"quantization": "int4"}, 1.2),  # random weights: 0.82 on the CPU too
+        ({"quantization": "w4a8"}, 1.2),
         ({"quantization": "fp8"}, 0.5),
     ],
     ids=str,

@@ -182,6 +182,15 @@ def test_plan_prints_lines_that_add_up(tmp_path: Path, capsys):
     assert fit == int((values["KV cache"] / 8 - 1) // 64)
 
 
+def test_a_plan_of_four_bit_weights_is_the_same_by_fp8_inputs(tmp_path: Path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    plans = {}
+    for kind in ("int4", "w4a8", "fp8"):
+        assert main(["plan", str(tmp_path), "--gpu-memory", "40GiB", "--quantization", kind]) == 0
+        plans[kind] = capsys.readouterr().out
+    assert plans["w4a8"] == plans["int4"] != plans["fp8"]
+
+
 def test_a_model_that_does_not_fit_is_refused_with_the_lines(tmp_path: Path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert main(["plan", str(tmp_path), "--gpu-memory", "16GB"]) == 2

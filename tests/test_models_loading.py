@@ -256,10 +256,12 @@ def test_missing_shards_are_all_named(sharded: Path):
         open_llm(sharded)
 
 
-def test_a_shape_that_cannot_be_quantised_names_the_matrix(tmp_path: Path):
+@pytest.mark.parametrize("quantization", ["int4", "w4a8"])
+def test_a_shape_that_cannot_be_quantised_names_the_matrix(tmp_path: Path, quantization: str):
     tiny_model.save_llama(tmp_path, intermediate_size=80)
-    with pytest.raises(ValueError, match=r"'int4' of layers\.0\.down: .*group 32, got K = 80"):
-        open_llm(tmp_path, quantization="int4")
+    where = rf"'{quantization}' of layers\.0\.down: .*group 32, got K = 80"
+    with pytest.raises(ValueError, match=where):
+        open_llm(tmp_path, quantization=quantization)
 
 
 def test_random_weights_need_a_shape_only(folder: Path):

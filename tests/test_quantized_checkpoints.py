@@ -430,10 +430,11 @@ def test_a_scheme_that_is_not_read_is_refused(config, message: str):
         ModelConfig.from_dict(shape | {"quantization_config": config | {"": 0}})
 
 
-def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path):
+@pytest.mark.parametrize("quantization", ["fp8", "w4a8"])
+def test_a_quantised_checkpoint_is_not_quantised_again(tmp_path: Path, quantization: str):
     quantized_files.save(tmp_path, quantized_files.awq())
-    options = LoadOptions(torch.device("cpu"), torch.float32, 64, quantization="fp8")
-    with pytest.raises(ValueError, match="quantization must be None .*got 'fp8'"):
+    options = LoadOptions(torch.device("cpu"), torch.float32, 64, quantization=quantization)
+    with pytest.raises(ValueError, match=f"quantization must be None .*got '{quantization}'"):
         load_decoder(ModelConfig.from_path(tmp_path), tmp_path, options)
 
 
