@@ -13,7 +13,8 @@ import tiny_model
 from ridgeline import quantize_checkpoint
 from ridgeline._quantize.folding import Fold, LayerWeights, folds_of
 from ridgeline.models.config import ModelConfig
-from ridgeline.models.expert_linear import Fp8ExpertLinear
+from ridgeline.models.expert_linear import Fp8ExpertLinear, Int4ExpertLinear
+from ridgeline.models.linear import W4A8Linear
 from ridgeline.models.loader import LoadOptions, assemble, build_decoder, load_decoder
 from ridgeline.models.weights import Checkpoint, parameters
 from test_models import load, logits_of
@@ -116,6 +117,20 @@ def test_experts_without_a_product_stay_as_they_are(tmp_path: Path):
     while_loading = load_decoder(ModelConfig.from_path(tmp_path / "in"), tmp_path / "in", options)
     expected = logits_of(while_loading, PROMPT, torch.float32)
     assert torch.equal(logits_of(load(tmp_path / "out"), PROMPT, torch.float32), expected)
+
+
+def test_experts_of_four_bits_keep_their_inputs(tmp_path: Path):
+    """Beside attention, whose inputs are rounded to fp8."""
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "num_local_experts": 3}
+    tiny_model.save_model(tmp_path / "in", "mixtral", **sizes)
+    quantize_checkpoint(tmp_path / "in", tmp_path / "out", scheme="w4a8", device="cpu")
+    made, while_loading = load(tmp_path / "out"), load(tmp_path / "in", quantization="w4a8")
+    for decoder in (made, while_loading):
+        layer = decoder.layers[0]
+        assert layer.experts is not None and type(layer.experts.up) is Int4ExpertLinear
+        assert type(layer.qkv) is type(layer.output) is W4A8Linear
+    expected = logits_of(while_loading, PROMPT, torch.float32)
+    assert torch.equal(logits_of(made, PROMPT, torch.float32), expected)
 
 
 def test_experts_of_blocks_stay_in_eight_bits(tmp_path: Path):
