@@ -123,3 +123,19 @@ def test_what_is_no_module_is_named(call: Any):
 def test_a_format_that_is_no_name_is_refused():
     with pytest.raises(ValueError, match=r"^format: expected 'int4', 'fp8', 'int8', got \['fp8'\]"):
         ridgeline.quantize_(nn.Sequential(), ["fp8"])
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "error", "message"),
+    [
+        ("int4", {"dynamic": True}, TypeError, "dynamic: not an option of 'int4', which has group"),
+        ("int8", {"largest": None}, TypeError, "largest: not an option of 'int8', which has seen"),
+    ],
+)
+def test_options_of_another_format_are_refused(
+    format: str, options: dict[str, Any], error: type[Exception], message: str
+):
+    module = nn.Sequential(nn.Linear(128, 16))
+    with pytest.raises(error, match=f"^{message}"):
+        ridgeline.quantize_(module, format, **options)
+    assert type(module[0]) is nn.Linear

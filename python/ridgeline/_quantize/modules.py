@@ -23,6 +23,11 @@ _MAKERS: dict[str, Maker] = {
     "fp8": LinearFP8.from_torch,
     "int8": LinearInt8.from_torch,
 }
+_OPTIONS = {
+    "int4": ("group_size", "zero_point"),
+    "fp8": ("dynamic",),
+    "int8": ("seen", "threshold"),
+}
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 _STEP = r"\.\w+|\[[^\[\]]*\]"
 _WEIGHT_OF_SELF = rf"\bself((?:{_STEP})+)\.weight\b"
@@ -78,22 +83,14 @@ def quantize_(
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: expected an nn.Module, got {module!r}")
-    if not isinstance(format, str) or format not in _MAKERS:
-        known = ", ".join(repr(name) for name in _MAKERS)
-        raise ValueError(f"format: expected {known}, got {format!r} (no op serves it)")
+    seen: Observed | None = options.pop("seen", None)
+    _check_options(format, seen, options)
     if any("ridgeline_swap" in child.__dict__ for child in module.modules()):
         raise ValueError("module: expected one not optimised yet: undo(), quantise, then optimise")
     if isinstance(module, (nn.Linear, Linear)):
         raise ValueError("module: expected a tree with linear layers in it, got a linear layer")
     skip = names_of(skip)
     layers, left, before, after = [], [], 0, 0
-    seen: Observed | None = options.pop("seen", None)
-    if seen is not None and not isinstance(seen, Observed):
-        raise TypeError(f"seen: expected what ridgeline.observe gave, got {seen!r}")
-    if seen is not None and format != "int8":
-        raise ValueError(f'seen: expected with format "int8" only, got it with {format!r}')
-    if seen is None and "threshold" in options:
-        raise ValueError("threshold: expected with seen, the magnitudes that it is held against")
     names: dict[nn.Linear | Linear, list[str]] = {}  # one layer may have several
     for name, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, (nn.Linear, Linear)):
@@ -122,6 +119,23 @@ def quantize_(
         before += child.weight.nbytes
         after += sum(t.nbytes for key, t in made.named_buffers() if key != "bias")
     return Quantized(tuple(layers), tuple(left), before, after)
+
+
+def _check_options(format: str, seen: Observed | None, options: dict[str, Any]) -> None:
+    """Raises for a format or an option that there is not, before any layer is replaced."""
+    if not isinstance(format, str) or format not in _MAKERS:
+        known = ", ".join(map(repr, _MAKERS))
+        raise ValueError(f"format: expected {known}, got {format!r} (no op serves it)")
+    if seen is not None and not isinstance(seen, Observed):
+        raise TypeError(f"seen: expected what ridgeline.observe gave, got {seen!r}")
+    if seen is not None and format != "int8":
+        raise ValueError(f'seen: expected with format "int8" only, got it with {format!r}')
+    for name in options:
+        if name not in _OPTIONS[format]:
+            has = ", ".join(_OPTIONS[format])
+            raise TypeError(f"{name}: not an option of {format!r}, which has {has}")
+    if seen is None and "threshold" in options:
+        raise ValueError("threshold: expected with seen, the magnitudes that it is held against")
 
 
 def names_of(skip: str | Sequence[str]) -> tuple[str, ...]:
