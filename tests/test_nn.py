@@ -179,6 +179,7 @@ def test_what_a_module_cannot_be_made_of_is_named(message: str):
 FORMATS = {
     "int4": ("int4", {}),
     "int4, zero points": ("int4", {"group_size": 32, "zero_point": True}),
+    "w4a8": ("w4a8", {}),
     "fp8": ("fp8", {}),
     "fp8, inputs too": ("fp8", {"dynamic": True}),
     "int8": ("int8", {}),
@@ -194,15 +195,15 @@ def dequantised(linear: nn.Linear, name: str, x: Tensor) -> Tensor:
     """What the quantised layer computes, from the reference values of its weight."""
     fmt, options = FORMATS[name]
     weight = linear.weight.detach()
-    if fmt == "int4":
+    if fmt == "w4a8" or options.get("dynamic"):
+        codes, scales = ops.quantize_fp8(x)
+        x = codes.to(x.dtype) * scales.to(x.dtype)
+    if fmt in ("int4", "w4a8"):
         return F.linear(x, ops.pack_int4(weight, **options).dequantize(), linear.bias)
     if fmt == "int8":
         (q, scale), (codes, scales) = ops.quantize_int8(weight), ops.quantize_int8(x)
         return F.linear(codes.float() * scales, q.float() * scale, linear.bias.float()).to(x.dtype)
     q, scale = ops.quantize_fp8(weight)
-    if options.get("dynamic"):
-        codes, scales = ops.quantize_fp8(x)
-        x = codes.to(x.dtype) * scales.to(x.dtype)
     return F.linear(x, (q.float() * scale).to(x.dtype), linear.bias)
 
 
@@ -215,7 +216,7 @@ def test_layers_are_quantised_in_place(name: str, device: str):
     done = ridgeline.quantize_(module, fmt, **options)
     assert {"body.0", "body.2"} <= set(done.layers)
     assert dict(done.left)["lm_head"] == "named in skip"
-    assert done.bytes_after < done.bytes_before * (0.4 if fmt == "int4" else 0.6)
+    assert done.bytes_after < done.bytes_before * (0.6 if fmt in ("fp8", "int8") else 0.4)
     x = torch.randn(3, 256, device=device, dtype=DTYPES[device])
     with torch.inference_mode():
         assert_same(module["body"][0](x), dequantised(body[0], name, x))
@@ -266,7 +267,7 @@ def test_a_layer_that_a_format_cannot_hold_is_left_and_named():
 
 @pytest.mark.parametrize("fmt", ["int2", "int3", ""])
 def test_a_format_without_an_op_is_refused(fmt: str):
-    with pytest.raises(ValueError, match="format: expected 'int4', 'fp8'"):
+    with pytest.raises(ValueError, match="format: expected 'int4', 'w4a8', 'fp8'"):
         ridgeline.quantize_(tree(), fmt)
 
 
@@ -328,7 +329,7 @@ def test_state_is_saved_loaded_and_moved(name: str):
         assert low[0].weight_scale.dtype == torch.float32
 
 
-@pytest.mark.parametrize("fmt", [None, "int4", "fp8"])
+@pytest.mark.parametrize("fmt", [None, "int4", "w4a8", "fp8"])
 def test_autocast_gives_the_dtype_that_linear_layers_have(fmt: str | None):
     linear = nn.Linear(128, 64).bfloat16()
     module = nn.Sequential(linear)

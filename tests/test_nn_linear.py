@@ -12,6 +12,7 @@ import ridgeline
 
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "int4": ("int4", {"group_size": 32}),
+    "w4a8": ("w4a8", {}),
     "fp8": ("fp8", {}),
     "fp8 dynamic": ("fp8", {"dynamic": True}),
     "int8": ("int8", {}),
@@ -20,7 +21,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def quantised(name: str, device: str = "cpu") -> nn.Module:
     torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32, bias=False))
+    module = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 32, bias=False))
     format, options = FORMATS[name]
     ridgeline.quantize_(module, format, **options)
     return module.to(device)
@@ -28,7 +29,7 @@ def quantised(name: str, device: str = "cpu") -> nn.Module:
 
 def run(module: nn.Module) -> Tensor:
     with torch.inference_mode():
-        return module(torch.linspace(-1, 1, 3 * 64).view(3, 64))
+        return module(torch.linspace(-1, 1, 3 * 128).view(3, 128))
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -45,7 +46,7 @@ def test_a_module_without_values_takes_those_of_a_state(name: str, assign: bool)
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("name, other", [("fp8", "int8"), ("int8", "fp8"), ("int8", "dense")])
 def test_codes_of_another_format_are_refused(name: str, other: str, strict: bool):
-    dense = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32, bias=False))
+    dense = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 32, bias=False))
     state = (dense if other == "dense" else quantised(other)).state_dict()
     module = quantised(name)
     before = run(module)

@@ -100,7 +100,7 @@ def test_a_weight_of_a_kind_of_its_own_is_left():
     assert torch.equal(module(x), expected)
 
 
-@pytest.mark.parametrize("fmt", ["int4", "fp8", "int8"])
+@pytest.mark.parametrize("fmt", ["int4", "w4a8", "fp8", "int8"])
 def test_any_strides_of_a_weight_will_do(fmt: str):
     weight = torch.randn(128, 64).t()
     done = []
@@ -121,13 +121,69 @@ def test_what_is_no_module_is_named(call: Any):
 
 
 def test_a_format_that_is_no_name_is_refused():
-    with pytest.raises(ValueError, match=r"^format: expected 'int4', 'fp8', 'int8', got \['fp8'\]"):
+    with pytest.raises(
+        ValueError, match=r"^format: expected 'int4', 'w4a8', 'fp8', 'int8', got \['fp8'\]"
+    ):
         ridgeline.quantize_(nn.Sequential(), ["fp8"])
+
+
+# ---- w4a8 ---------------------------------------------------------------------------------------
+
+
+def test_w4a8_rounds_inputs_where_the_product_is_in_8_bits():
+    columns = (256, 64, 192, 96, 30)  # two groups, one of all, groups of 64, of 32, none
+    module = nn.ModuleList([nn.Linear(width, 16) for width in columns])
+    done = ridgeline.quantize_(module, "w4a8")
+    assert [type(layer).__name__ for layer in module] == [
+        *("LinearW4A8", "LinearW4A8", "Linear4bit", "Linear4bit", "Linear"),
+    ]
+    assert dict(done.chosen) == {
+        "1": "groups of 64",
+        "2": "groups of 64, inputs not rounded",
+        "3": "groups of 32, inputs not rounded",
+    }
+    assert [name for name, _ in done.left] == ["4"] and done.layers == ("0", "1", "2", "3")
+    assert "chosen: 3: groups of 32, inputs not rounded\nleft: 4: weight: expected K" in str(done)
+
+
+@pytest.mark.parametrize("group", [-1, 256])
+def test_w4a8_takes_groups_that_128_divides(group: int):
+    module = nn.ModuleList([nn.Linear(512, 16), nn.Linear(384, 16)])
+    done = ridgeline.quantize_(module, "w4a8", group_size=group)
+    assert [layer.group_size for layer in module] == ([512, 384] if group == -1 else [256, 128])
+    assert all(isinstance(layer, ridgeline.nn.LinearW4A8) for layer in module)
+    assert done.chosen == (() if group == -1 else (("1", "groups of 128"),))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 1e-2)]
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_w4a8_multiplies_what_int4_does_by_rounded_inputs(
+    bias: bool, dtype: torch.dtype, bound: float
+):
+    linear = nn.Linear(256, 48, bias).to(dtype)
+    four, eight = nn.Sequential(linear), nn.Sequential(linear)
+    ridgeline.quantize_(four, "int4")
+    ridgeline.quantize_(eight, "w4a8")
+    x = torch.randn(2, 5, 256).to(dtype)
+    codes, scale = ridgeline.ops.quantize_fp8(x)
+    with torch.inference_mode():
+        expected, y = four((codes.float() * scale).to(dtype)), eight(x)
+    assert y.dtype == dtype and y.shape == expected.shape
+    assert (y - expected).norm() <= bound * expected.norm()
 
 
 @pytest.mark.parametrize(
     ("format", "options", "error", "message"),
     [
+        ("w4a8", {"zero_point": True}, TypeError, "zero_point: not an option of 'w4a8', which has"),
+        ("w4a8", {"dynamic": True}, TypeError, "dynamic: not an option of 'w4a8'"),
+        ("w4a8", {"threshold": 6.0}, TypeError, "threshold: not an option of 'w4a8'"),
+        ("w4a8", {"seen": ridgeline.Observed({}, {})}, ValueError, 'seen: expected with .* "int8"'),
+        ("w4a8", {"group_size": 64}, ValueError, "group_size: expected -1 or a multiple of 128"),
+        ("w4a8", {"group_size": 0}, ValueError, "group_size: expected -1 or a multiple of 128"),
+        ("w4a8", {"group_size": "128"}, TypeError, "group_size: expected an integer, got '128'"),
         ("int4", {"dynamic": True}, TypeError, "dynamic: not an option of 'int4', which has group"),
         ("int8", {"largest": None}, TypeError, "largest: not an option of 'int8', which has seen"),
     ],

@@ -14,17 +14,45 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline._quantize.smooth import Observed
-from ridgeline.nn.linear import Linear, Linear4bit, LinearFP8, LinearInt8, Product
+from ridgeline.models.linear import int4_group, meets_fp8
+from ridgeline.nn.linear import (
+    Linear,
+    Linear4bit,
+    LinearFP8,
+    LinearInt8,
+    LinearW4A8,
+    Product,
+)
 
 Maker = Callable[..., Product]
 
+
+def _w4a8(linear: nn.Linear, group_size: int = 128) -> Linear4bit:
+    """As the engine: where the group does not divide the columns it is the largest of 128, 64 and
+    32 that does, and inputs that would not be multiplied in 8 bits are not rounded."""
+    columns = linear.weight.shape[1]
+    group = group_size if columns % group_size == 0 else int4_group(columns)
+    meets = meets_fp8(columns if group == -1 else group, columns)
+    return (LinearW4A8 if meets else Linear4bit).from_torch(linear, group)
+
+
+def _choice(made: Product, group_size: int = 128) -> str | None:
+    """What :func:`_w4a8` made where the group was not as asked."""
+    assert isinstance(made, Linear4bit)
+    if group_size in (-1, made.group_size):
+        return None
+    return f"groups of {made.group_size}{'' if made.dynamic else ', inputs not rounded'}"
+
+
 _MAKERS: dict[str, Maker] = {
     "int4": Linear4bit.from_torch,
+    "w4a8": _w4a8,
     "fp8": LinearFP8.from_torch,
     "int8": LinearInt8.from_torch,
 }
 _OPTIONS = {
     "int4": ("group_size", "zero_point"),
+    "w4a8": ("group_size",),
     "fp8": ("dynamic",),
     "int8": ("seen", "threshold"),
 }
@@ -41,16 +69,19 @@ class Quantized:
         layers: names of the layers quantised.
         left: name and reason of every other linear layer.
         bytes_before, bytes_after: of the weights of ``layers``.
+        chosen: of "w4a8", name and choice for each of ``layers`` that its group does not divide.
     """
 
     layers: tuple[str, ...]
     left: tuple[tuple[str, str], ...]
     bytes_before: int
     bytes_after: int
+    chosen: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         megabytes = f"{self.bytes_before / 1e6:.1f} MB -> {self.bytes_after / 1e6:.1f} MB"
         lines = [f"{len(self.layers)} linear layers quantised, {megabytes}"]
+        lines += [f"chosen: {name}: {choice}" for name, choice in self.chosen]
         return "\n".join(lines + [f"left: {name}: {reason}" for name, reason in self.left])
 
 
@@ -66,19 +97,23 @@ def quantize_(
     Args:
         module: any tree; itself not a linear layer.
         format: "int4" (``group_size=128``, ``zero_point=False``: see
-            :func:`ridgeline.ops.pack_int4`), "fp8" (``dynamic=False``: with it the inputs are
-            quantised too) or "int8" (the inputs always are; ``seen``, of :func:`ridgeline.observe`,
-            and ``threshold=6.0`` leave the columns of outliers in the layer's dtype).
+            :func:`ridgeline.ops.pack_int4`), "w4a8" (int4 weights without zero points, inputs in
+            fp8 with a scale a row; ``group_size=128``: a multiple of 128 or -1), "fp8"
+            (``dynamic=False``: with it the inputs are quantised too) or "int8" (the inputs always
+            are; ``seen``, of :func:`ridgeline.observe`, and ``threshold=6.0`` leave the columns of
+            outliers in the layer's dtype). Layers of "w4a8" whose columns the group does not divide
+            have groups of 128, 64 or 32; with less than 128, unless one group has all columns,
+            inputs are not rounded.
         skip: a name or pattern (``*.gate``) of layers to leave, or several: the whole name or its
             end.
         options: of the format.
 
     Returns:
-        What was quantised, and what was left and why.
+        What was quantised, what was chosen for layers that differ, what was left and why.
 
     Raises:
-        ValueError: a format that no op serves; a module changed by :func:`ridgeline.optimize_`,
-            which has to come after.
+        ValueError: a format that no op serves; a group size that "w4a8" does not have; a module
+            changed by :func:`ridgeline.optimize_`, which has to come after.
         TypeError: no module; an option that the format does not have.
     """
     if not isinstance(module, nn.Module):
@@ -90,7 +125,7 @@ def quantize_(
     if isinstance(module, (nn.Linear, Linear)):
         raise ValueError("module: expected a tree with linear layers in it, got a linear layer")
     skip = names_of(skip)
-    layers, left, before, after = [], [], 0, 0
+    layers, left, chosen, before, after = [], [], [], 0, 0
     names: dict[nn.Linear | Linear, list[str]] = {}  # one layer may have several
     for name, child in module.named_modules(remove_duplicate=False):
         if isinstance(child, (nn.Linear, Linear)):
@@ -116,9 +151,12 @@ def quantize_(
             parent, _, attribute = alias.rpartition(".")
             setattr(module.get_submodule(parent), attribute, made)
         layers.append(name)
+        choice = _choice(made, **options) if format == "w4a8" else None
+        if choice is not None:
+            chosen.append((name, choice))
         before += child.weight.nbytes
         after += sum(t.nbytes for key, t in made.named_buffers() if key != "bias")
-    return Quantized(tuple(layers), tuple(left), before, after)
+    return Quantized(tuple(layers), tuple(left), before, after, tuple(chosen))
 
 
 def _check_options(format: str, seen: Observed | None, options: dict[str, Any]) -> None:
@@ -136,6 +174,13 @@ def _check_options(format: str, seen: Observed | None, options: dict[str, Any]) 
             raise TypeError(f"{name}: not an option of {format!r}, which has {has}")
     if seen is None and "threshold" in options:
         raise ValueError("threshold: expected with seen, the magnitudes that it is held against")
+    group = options.get("group_size", 128)
+    if format == "w4a8" and (isinstance(group, bool) or not isinstance(group, int)):
+        raise TypeError(f"group_size: expected an integer, got {group!r}")
+    if format == "w4a8" and group != -1 and (group < 128 or group % 128):
+        raise ValueError(
+            f"group_size: expected -1 or a multiple of 128 for inputs in fp8, got {group}"
+        )
 
 
 def names_of(skip: str | Sequence[str]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Under autocast the linear modules and :class:`Attention` take what autocast woul
 """
 
 from ridgeline.nn.attention import Attention
-from ridgeline.nn.linear import Linear, Linear4bit, LinearFP8, LinearInt8
+from ridgeline.nn.linear import Linear, Linear4bit, LinearFP8, LinearInt8, LinearW4A8
 from ridgeline.nn.mlp import GatedMLP
 from ridgeline.nn.norm import LayerNorm, LayerNormGELU, RMSNorm
 
@@ -19,5 +19,6 @@ __all__ = [
     "Linear4bit",
     "LinearFP8",
     "LinearInt8",
+    "LinearW4A8",
     "RMSNorm",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -83,6 +83,8 @@ class Linear(Product):
 class Linear4bit(Product):
     """:func:`ridgeline.ops.int4_linear`; the weight is in buffers, saved with the module."""
 
+    dynamic: ClassVar[bool] = False  # inputs are quantised too
+
     packed: Tensor
     scales: Tensor
     zeros: Tensor | None
@@ -129,10 +131,31 @@ class Linear4bit(Product):
     def product(self, x: Tensor, **fused: Any) -> Tensor:
         weight = self.weight
         x = autocast_input(x, weight.scales.dtype)
-        return ops.int4_linear(x, weight, self._buffers["bias"], weights_ready=True, **fused)
+        return ops.int4_linear(
+            x,
+            weight,
+            self._buffers["bias"],
+            act="fp8" if self.dynamic else None,
+            weights_ready=True,
+            **fused,
+        )
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, int4, group_size={self.group_size}"
+
+
+class LinearW4A8(Linear4bit):
+    """:class:`Linear4bit` whose inputs are quantised too, to e4m3 with a scale a row.
+
+    The state is that of :class:`Linear4bit`: only what becomes of inputs differs. Any group size
+    will do, and zero points; on Hopper those of :func:`ridgeline.ops.int4_linear` are multiplied
+    in 8 bits, of others both operands are expanded, and nothing is gained.
+    """
+
+    dynamic = True
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, fp8 inputs"
 
 
 class LinearFP8(Product):
