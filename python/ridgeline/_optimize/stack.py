@@ -15,11 +15,14 @@ from ridgeline.nn.linear import (
     Linear4bit,
     LinearFP8,
     LinearInt8,
+    LinearW4A8,
     Product,
     at_rest,
     dense_product,
 )
 from ridgeline.nn.rows import rows_of
+
+_KINDS = (nn.Linear, Linear, Linear4bit, LinearW4A8, LinearFP8, LinearInt8)
 
 
 class _Dense(Product):
@@ -39,7 +42,7 @@ class _Dense(Product):
 
 def is_product(module: Stranger) -> bool:
     """A linear layer that the ops compute, and nothing around it."""
-    if type(module) not in (nn.Linear, Linear, Linear4bit, LinearFP8, LinearInt8):
+    if type(module) not in _KINDS:
         return False
     if isinstance(module, LinearInt8) and module.outliers is not None:
         return False  # its columns are two products
@@ -95,7 +98,7 @@ def stacked(parts: Sequence[Stranger]) -> Product | str:
             K=weights[0].K,
             group=weights[0].group,
         )
-        return Linear4bit(weight, bias, persistent=False)
+        return type(first)(weight, bias, persistent=False)
     rows_of = torch.cat([p.weight.detach() for p in parts])
     if isinstance(first, LinearFP8):
         if any(p.weight_scale.shape != (p.out_features,) or p.dynamic != first.dynamic
