@@ -109,6 +109,20 @@ class Linear4bit(Product):
         at_rest(weight.packed)
         return cls(weight, _bias_of(linear))
 
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str],
+        unexpected: list[str], errors: list[str],
+    ) -> None:  # fmt: skip
+        """Codes mean something else with zero points or in another order, ``strict`` or not."""
+        for name in ("zeros", "perm"):
+            own, given = self._buffers[name] is not None, f"{prefix}{name}" in state_dict
+            if f"{prefix}packed" in state_dict and own != given:
+                words = ("none", "a tensor")
+                errors.append(f"{prefix}{name}: expected {words[own]}, got {words[given]}")
+                return
+        args = (state_dict, prefix, metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(*args)
+
     @property
     def weight(self) -> ops.Int4Weight:
         """The buffers as one; kept until they change, as making it takes as long as a launch."""
