@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -234,9 +235,12 @@ def int8(layer: Layer) -> None:
 
 
 def main() -> None:
-    bench = Bench.from_args(__doc__)
-    shapes, rows = SHAPES, ROWS
-    if bench.quick:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--rows", type=int, nargs="+", help="of x, each by all shapes")
+    given, others = parser.parse_known_args()
+    bench = Bench.from_args(__doc__, others)
+    shapes, rows = SHAPES, given.rows or ROWS
+    if bench.quick and not given.rows:
         shapes, rows = SHAPES[1:3], [1, 16, 32, 64, 128, 4096]
     if bench.device == "cpu":
         shapes, rows = [(1024, 4096), (4096, 4096)], [1, 8, 64]
@@ -245,7 +249,7 @@ def main() -> None:
             layer = Layer(bench, M, K, N)
             for measure in (dense, int4, tinygemm, fp8, int8):
                 measure(layer)
-    if bench.device == "cpu":
+    if bench.device == "cpu" or given.rows:
         return
     fp8_blocks(Layer(bench, 4096, 16384, 7168))
     if bench.quick:  # 4 bits have more to show: between few rows and many, and of a long K
