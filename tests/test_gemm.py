@@ -505,7 +505,7 @@ def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
     ("M", "N", "K", "path"),
     [
         (32, 5120, 5120, "cluster"),
-        (33, 5120, 5120, "library"),  # 92 tiles, one an SM
+        (33, 5120, 5120, "cluster"),
         (64, 1024, 1024, "cluster"),
         (9, 1023, 4096, "cluster"),
         (64, 64, 2048, "cluster"),  # a router's
@@ -534,8 +534,8 @@ def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -
         (6144, 4096, "fp8", True, 8),
         (2048, 4096, "fp8", False, 4),
         (4096, 14336, "fp8", False, 1),
-        (18944, 3584, "fp8", False, 8),  # the cluster kernel's tiles fill the SMs badly
-        (18944, 3584, "fp8_fp8", False, 8),
+        (18944, 3584, "fp8", False, 8),  # the cluster kernel's tiles are three warpgroups'
+        (18944, 3584, "fp8_fp8", False, 1),
         (28672, 4096, "fp8_fp8", False, 1),
         (28672, 4096, "int8", False, 1),
         (1024, 4096, "dense", False, 4),  # narrow
@@ -555,7 +555,7 @@ def test_rows_that_strips_take(N: int, K: int, format: str, norm: bool, most: in
 
 def test_a_norm_goes_where_it_is_folded() -> None:
     paths = [plan(M, 5120, 5120, hopper=True, norm=True)["path"] for M in (4, 5, 32, 33)]
-    assert paths == ["strips", "cluster", "cluster", "library"]
+    assert paths == ["strips", "cluster", "cluster", "cluster"]
     narrow = [plan(M, 1016, 5120, hopper=True, norm=True)["path"] for M in (4, 5, 17)]
     assert narrow == ["strips", "cluster", "cluster"]
 
@@ -698,15 +698,15 @@ def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
     [
         (4096, 4096, "fp8_fp8", (64, 2)),
         (4096, 14336, "fp8_fp8", (64, 2)),
-        (6144, 4096, "fp8_fp8", (64, 1)),
+        (6144, 4096, "fp8_fp8", (48, 1)),
         (28672, 4096, "fp8_fp8", (224, 1)),
         (4096, 14336, "int4", (64, 2)),
         (4096, 14336, "fp8", (64, 2)),
-        (6144, 4096, "int4", (64, 1)),
-        (28672, 4096, "int4", (112, 1)),
+        (6144, 4096, "int4", (64, 2)),
+        (28672, 4096, "int4", (128, 1)),
         (1024, 512, "fp8_fp8", (64, 1)),
         (4096, 4096, "int4", (64, 2)),
-        (8192, 8192, "int4", (64, 1)),
+        (8192, 8192, "int4", (128, 2)),
         (8192, 8192, "fp8", (64, 1)),
     ],
 )
@@ -724,8 +724,12 @@ def test_a_cluster_fills_the_machine(N: int, K: int, format: str, tile: tuple[in
         (64, 28672, {"format": "fp8_fp8", "activation": "silu_mul"}, ""),
         (64, 28672, {"format": "fp8", "dtype": "float16"}, ""),
         (32, 28672, {"format": "fp8"}, ""),
-        (64, 26656, {"format": "fp8"}, ""),  # 119 tiles
+        (64, 26656, {"format": "fp8_fp8"}, ""),  # 119 tiles
+        (64, 18593, {"format": "fp8"}, "split"),  # 84
+        (64, 18592, {"format": "fp8"}, ""),
         (64, 29569, {"format": "fp8"}, ""),  # more tiles than SMs
+        (64, 57344, {"format": "fp8"}, "split"),  # nearly twice as many
+        (64, 57344, {"format": "fp8_fp8"}, ""),
         (64, 28672, {"format": "int4"}, ""),
     ],
 )
@@ -742,13 +746,13 @@ def test_wide_tiles_have_an_sm_each(M: int, N: int, options: dict[str, object], 
         (32, 4096, 14336, "int4", (64, 2)),
         (33, 4096, 14336, "int4", (64, 2)),
         (32, 6144, 4096, "int4", (64, 2)),
-        (33, 6144, 4096, "int4", (64, 1)),
+        (33, 6144, 4096, "int4", (64, 2)),
         (32, 4096, 14336, "int4_fp8", (64, 2)),
         (64, 6144, 4096, "int4_fp8", (64, 2)),
         (32, 8192, 28672, "fp8", (64, 2)),
         (33, 8192, 28672, "fp8", (128, 2)),
-        (32, 3584, 18944, "fp8_fp8", (64, 4)),
-        (32, 8192, 8192, "dense", (64, 2)),
+        (32, 3584, 18944, "fp8_fp8", (56, 2)),
+        (32, 8192, 8192, "dense", (128, 2)),
     ],
 )
 def test_tiles_of_a_cluster_by_rows(

@@ -1,140 +1,16 @@
-#include "kernels/gemm_cluster_sm90.cuh"
-
 #include <algorithm>
 
 #include "device/launch.cuh"
 #include "device/matrix_map.cuh"
-#include "device/ptx/cluster.cuh"
-#include "device/ptx/elect.cuh"
-#include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/tensor_copy.cuh"
-#include "device/reduce.cuh"
-#include "kernels/gemm_cluster_block.cuh"
-#include "kernels/gemm_cluster_consumer.cuh"
-#include "kernels/gemm_cluster_finish.cuh"
-#include "kernels/gemm_cluster_norm.cuh"
+#include "kernels/gemm_cluster_kernel.cuh"
 #include "kernels/gemm_launch.cuh"
 
+/// The cluster kernel's launch: its maps, its shared memory and the kernel for a product.
 namespace ridgeline::gemm_detail {
 namespace {
 
 using namespace gemm_cluster;
-
-// ---- Kernel -------------------------------------------------------------------------------------
-
-/// Grid: (segments of K, tiles of kTokens rows of x, tiles of 64, 112, 128 or 192 weight rows); the
-/// segments of a tile are a cluster. Two warps request stages of 64 or 128
-/// columns of the tile and of its rows of x; kGroups warpgroups, two or three, multiply 64 weight
-/// rows by 16 to 176 rows of x: of a longer tile the second has the rows from 64 on, those of 64
-/// take stages by turns. The weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an
-/// fp8 x, from shared memory, the others expanded into registers. At the end each block adds up, in
-/// order, some rows of x, of which its neighbours send it their sums. Sums in float32; of e4m3 by
-/// e4m3, of which the tensor cores keep 14 bits, every 128 columns anew. The kernel of 16 rows of x
-/// has three warps that meet it with its norm, and request the first of it, in place of one.
-/// Roofline: the weight's bytes, once; x comes from L2, once a tile and segment.
-template <class T, class E, class Layout, int kGroups>
-__global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
-                                  (kBlocks<Layout::kFormat, Layout::kTokens, kGroups>))
-    cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
-#ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int kTokens = Layout::kTokens;
-  constexpr int kMultipliers = kGroups * kGroupThreads, kWarps = kMultipliers / 32;
-  extern __shared__ __align__(1024) char memory[];
-  // At the end, where a short tile's last operand may reach over the last stage.
-  Fixed& fixed = *reinterpret_cast<Fixed*>(memory + params.shared_bytes - kFixedBytes);
-  char* ring = memory;
-  constexpr bool kFolds = kTokens == kNormTokens;
-  char* received = ring + params.ring_bytes + (kFolds ? params.stages * Layout::kNormBytes : 0);
-  const GemmParams& p = params.gemm;
-  const int warp = device::warp_index(), lane = threadIdx.x % 32;
-  const int segment = blockIdx.x, segments = gridDim.x;
-  // The last tile of several ends with x, and some rows are stored once more: what a copy brings
-  // beyond x comes slowly.
-  const int row0 =
-      min(static_cast<int>(blockIdx.y) * kTokens, max(static_cast<int>(p.M) - kTokens, 0));
-  const int m = min(kTokens, static_cast<int>(p.M) - row0);  // rows of x
-  const int first = params.before + blockIdx.z * params.box_rows;  // column of y
-  const int up_first = params.paired ? first + p.N / 2 : first;
-  const auto [begin, count] = params.stages_of(segment);
-
-  if (ptx::elect_one()) {
-    const int rows = max(0, min(params.rows_each, m - segment * params.rows_each));
-    make_barriers<kFolds>(fixed, params, warp, kBlockThreads<kTokens, kGroups> / 32,
-                          received_bytes<kTokens>(params, segments, rows));
-  }
-  if (threadIdx.x == kBlockThreads<kTokens, kGroups> - 1) {
-    ptx::prefetch_tensor_map(&params.weight);
-    ptx::prefetch_tensor_map(&params.x);
-  }
-  __syncthreads();  // the barriers are made
-  if (segments > 1) ptx::cluster_arrive_relaxed();
-  const Producer<Layout> producer{params, fixed, ring, begin, count, first, up_first, row0};
-  if (warp == kWarps) {
-    if (ptx::elect_one()) producer.run_weight();
-  } else if (warp > kWarps) {
-    if (Layout::kAsksForX && warp == kWarps + 1 && !p.weights_ready)
-      prefetch_ahead(p, lane, first);
-    if constexpr (kFolds) {
-      Normalizer<T, Layout>{producer, warp - kWarps - 1, lane}.run();
-    } else {
-      if (ptx::elect_one()) producer.run_x();
-    }
-  } else {
-    ptx::wait_for_dependencies();
-    const int groups = params.row_groups, turn = groups == 1 ? warp / 4 : 0;
-    const int unit = groups == 1 ? 0 : warp / 4;
-    Finish<T> finish{params, fixed, reinterpret_cast<float*>(ring),
-                     reinterpret_cast<float4*>(received), first, row0, m};
-    if constexpr (kFactorBytes<kTokens, kGroups> > 0) {
-      auto& own = reinterpret_cast<OwnFactors*>(&fixed)[-1];
-      finish.x_scale = own.x_scale, finish.scale = own.scale, finish.bias = own.bias;
-      finish.threads = kMultipliers;
-    }
-    finish.bring_factors(up_first);
-    const int in_tile = unit * kGroupRows + warp % 4 * kStripRows;
-    const auto row_of = [&](int i) {
-      return params.paired && i >= params.box_rows ? up_first + i - params.box_rows : first + i;
-    };
-    Consumer<T, E, Layout, (kGroups > 2)> consumer{
-        params, unit, warp % 4, lane,
-        {row_of(in_tile), row_of(in_tile + 8)}};
-    consumer.run(fixed, ring, begin, count, turn, turns_of(groups));
-    if (params.by_turns) {
-      ptx::cluster_wait();  // the barriers of both blocks are made
-      const auto end = [&]<int kOctets>() {
-        char* stages = ring + (Layout::kApart ? params.weights_at : 0);
-        const TurnsEnd<T, kOctets, kFolds> turns{
-            params, fixed, stages, reinterpret_cast<float4*>(received), first, row0, m};
-        turns.run(consumer.sums);
-      };
-      if constexpr (kTokens == 64) {
-        end.template operator()<8>();
-      } else if constexpr (kFolds) {
-        end.template operator()<2>();
-      } else if constexpr (kTokens == 32) {
-        params.rows_held <= 16 ? end.template operator()<2>() : end.template operator()<4>();
-      }
-      return;
-    }
-    ptx::named_barrier_sync(1, kMultipliers);  // every consumer has read its last stage
-    finish.request_residual();
-    finish.keep(consumer.sums, turn, in_tile);
-    ptx::named_barrier_sync(1, kMultipliers);  // the block's sums are whole
-    if (segments > 1) {
-      ptx::cluster_wait();  // the barriers of all blocks are made
-      finish.send();
-      ptx::mbarrier_wait(&fixed.received, 0);
-    }
-    if (kFolds) {
-      finish.fold_norm();
-      ptx::named_barrier_sync(1, kMultipliers);  // the rows' scales are whole
-    }
-    finish.store();
-  }
-#endif
-}
-
-// ---- Launch -------------------------------------------------------------------------------------
 
 template <class T, class E, class Layout, int kGroups = 2>
 void launch(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
@@ -180,13 +56,24 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // Sums of 128 rows and those of a neighbour do not fit half of it.
   const bool shares = !one_each && kGroups == 2 &&
                       (kTokens <= 64 || segments < kBlocks<kFormat, kTokens, kGroups>);
-  params.shared_bytes = shares            ? gemm_config::kShareOfSm
-                        : is_long         ? 2 * gemm_config::kShareOfSm
-                        : p.weights_ready ? gemm_config::kShareOfStrips
-                                          : gemm_config::kShareOfSm;
+  // Alone, blocks that have an SM each come while the kernel ahead still has some, but may stack by
+  // twos then, by which long ones lose more. H200, fp8 by fp8, us in half of an SM and more: 16
+  // rows of 8192 x 8192 by 64 weight rows 19.0 to 22.5 and 16.9, of 5120 x 13824 19.9 and 17.9, but
+  // of 5120 x 5120, 20 stages, 8.3 and 8.8; 64 rows of 28672 x 8192 61.6 and 56.1.
+  constexpr int kManyStages = kTokens <= 32 ? 28 : 64;
+  const bool stays_alone =
+      p.weights_ready || (Layout::kOfBytes && ceil_div(params.steps, segments) > kManyStages);
+  params.shared_bytes = shares        ? gemm_config::kShareOfSm
+                        : is_long     ? 2 * gemm_config::kShareOfSm
+                        : stays_alone ? gemm_config::kShareOfStrips
+                                      : gemm_config::kShareOfSm;
   params.rows_held = round_up(rows, 8);
   params.rows_each = ceil_div(rows, segments);
-  params.by_turns = kTokens <= 64 && ends_by_turns(p, params.row_groups, segments, sizeof(T));
+  // Half of a warpgroup's sums go through a stage of its own.
+  constexpr int kGiven = kTokens / 16 * kGroupThreads * static_cast<int>(sizeof(float4));
+  params.by_turns = kTokens <= 64 &&
+                    (!Layout::kApart || params.tile_rows * Layout::kRowOfWeight >= kGiven) &&
+                    ends_by_turns(p, params.row_groups, segments, sizeof(T));
   const int received = received_bytes<kTokens>(params, segments, params.rows_each);
   if constexpr (kFormat == WeightFormat::kInt4) {
     const int group = p.weight.group;
@@ -200,9 +87,10 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   }
   const int weight_bytes = params.tile_rows * Layout::kRowOfWeight +
                            (params.paired ? 2 : 1) * (params.scale_bytes + params.zero_bytes);
-  cut_rings<Layout>(params,
-                    params.shared_bytes - kFixedBytes - kFactorBytes<kTokens, kGroups> - received,
-                    weight_bytes,
+  // The last operand of a short tile reaches over the last stage: not out of shared memory.
+  const int behind = kFixedBytes + kFactorBytes<kTokens, kGroups> + received;
+  const int over = (params.row_groups * kGroupRows - params.tile_rows) * Layout::kRowOfWeight;
+  cut_rings<Layout>(params, params.shared_bytes - std::max(behind, over), weight_bytes,
                     kFolds ? Layout::kNormBytes : 0,
                     params.row_groups == 1 ? 4 : kFolds ? kNormWarps : 2);
   plan_stores<T>(params, kGroups * kGroupThreads, params.ring_bytes);
@@ -304,15 +192,20 @@ void launch_norm(const GemmParams& p, const gemm_config::Config& config, Stream 
   launch<T, T, StageLayout<kFp8, false, kNormTokens>>(p, config, stream);
 }
 
-/// Tiles of three warpgroups: int4 by bfloat16 or by e4m3.
+/// Tiles of three warpgroups: of weights that are expanded, more than few rows of int4 alone.
 void launch_broad(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   using enum WeightFormat;
   using T = __nv_bfloat16;
+  const int rows = p.M <= 32 ? 32 : p.M <= gemm_config::kFewRows ? 64 : config.tile_rows;
+  if (p.weight.format == kFp8)
+    return dispatch_rows<32, 64>(rows, [&]<int kRows>() {
+      launch<T, T, StageLayout<kFp8, false, kRows>, 3>(p, config, stream);
+    });
   if (p.x.dtype == DType::kFloat8E4M3)
-    return dispatch_rows<64, kManyTokens>(config.tile_rows, [&]<int kRows>() {
+    return dispatch_rows<32, 64, kManyTokens>(rows, [&]<int kRows>() {
       launch<T, std::uint8_t, StageLayout<kInt4, true, kRows>, 3>(p, config, stream);
     });
-  dispatch_rows<64, 80, 88, 96, 112, kManyTokens>(config.tile_rows, [&]<int kRows>() {
+  dispatch_rows<32, 64, 80, 88, 96, 112, kManyTokens>(rows, [&]<int kRows>() {
     launch<T, T, StageLayout<kInt4, false, kRows>, 3>(p, config, stream);
   });
 }
@@ -342,7 +235,7 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
 
 void launch_cluster(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   if (config.tile_cols == gemm_config::kWideCols) return launch_wide(p, stream);
-  if (config.tile_cols == gemm_config::kBroadCols) return launch_broad(p, config, stream);
+  if (config.tile_cols > 2 * kGroupRows) return launch_broad(p, config, stream);
   if (p.dtype == DType::kFloat16) return launch_rows<__half>(p, config, stream);
   launch_rows<__nv_bfloat16>(p, config, stream);
 }

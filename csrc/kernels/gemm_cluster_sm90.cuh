@@ -94,9 +94,9 @@ struct StageLayout {
   /// comes from L2. H200, 64 rows, us alone and chained, in one ring and so: 4096 x 4096 7.4 and
   /// 7.1, 7.1 and 6.9; 14336 x 4096 17.9 and 17.0, 17.3 and 16.7. 16 rows 6.3 and 6.5. int8, 64
   /// rows, 4096 x 6144 10.4 and 8.8, 10.3 and 9.0; 14336 x 4096 18.0 and 15.4, 18.2 and 16.2.
-  static constexpr bool kBytes =
+  static constexpr bool kOfBytes =  // both operands
       (kFormat == WeightFormat::kFp8 && kFp8X) || kFormat == WeightFormat::kInt8;
-  static constexpr bool kApart = kXRing || (kBytes && kTokens == 64);
+  static constexpr bool kApart = kXRing || (kOfBytes && kTokens == 64);
   /// 17 to 32 rows of 16 bits by fp8 have one, too, where each block has an SM, for more of the
   /// weight on its way. H200, us alone, by turns, in one ring and so: 24 and 32 rows of 4096 x 4096
   /// 6.67 and 6.33, 6.82 and 6.45; of 14336 x 4096 18.6 and 16.4, 18.6 and 16.5; 16 rows 6.14 and

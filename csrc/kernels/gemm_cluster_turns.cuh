@@ -51,7 +51,7 @@ struct TurnsEnd {
   __device__ int row_of(int i) const { return (turn * kKept + i) * 8 + lane % 4 * 2 + rank; }
 
   __device__ bool is_there(int i, int columns) const {
-    return row_of(i) < rows && first + column < columns;
+    return row_of(i) < rows && column < params.tile_rows && first + column < columns;
   }
 
   __device__ std::uint32_t residual_of(int i) const {

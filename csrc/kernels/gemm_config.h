@@ -37,7 +37,9 @@ constexpr bool fits_cluster(const Shape& shape) {
 }
 
 /// Hopper's kernels for few rows. They have orders of K of their own, which no kernel for many rows
-/// repeats: not where bits may not depend on M.
+/// repeats: not where bits may not depend on M. Of 16 bits, too, which cuBLASLt cuts along K by a
+/// kernel of its own and adds up by another: of 40 shapes on an H200, alone, bf16, this one takes
+/// 0.59 to 0.98 of its time by 16 rows, and by 64 0.61 to 0.97, but of 3584 x 4608 1.06.
 constexpr bool is_for_hopper(const Shape& shape) {
   return !shape.batch_invariant && shape.M <= kFewRows && fits_cluster(shape);
 }
@@ -54,26 +56,6 @@ constexpr bool is_for_hopper_tiles(const Shape& shape) {
   return shape.hopper && !shape.batch_invariant && shape.M > kFewRows && shape.K > 0 &&
          shape.dtype != DType::kFloat32 && shape.format != WeightFormat::kDense &&
          shape.weight_aligned && shape.whole_vectors && can_fuse(shape);
-}
-
-/// Where the cluster kernel, chained and one launch, beats cuBLASLt's split of K, a kernel that
-/// adds its parts and their gaps: but for more than 32 rows of large weights whose tiles fill the
-/// SMs badly. H200, bf16, 16, 32 and 64 rows, alone, us, cuBLAS and so (caches cold): 1024 x 1024
-/// 4.5, 4.6, 4.6 and 3.8, 4.0, 4.1; 2048 x 2048 6.2, 6.2, 6.4 and 4.1, 4.4, 4.5; 2560 x 4096 8.2,
-/// 8.3, 8.4 and 6.6, 7.0, 7.8; 3072 x 3072 10.2, 10.6, 8.6 and 6.4, 6.9, 7.6; 4096 x 4096 13.7,
-/// 13.9, 11.9 and 9.3, 9.8, 10.6; 4096 x 6144 15.9, 16.2, 16.3 and 13.5, 14.6, 16.3; 5120 x 7168
-/// 20.8, 21.4, 21.2 and 18.8, 19.7, 20.5; but 5120 x 5120 16.1, 16.2, 16.5 and 14.7, 16.1, 18.5,
-/// 4096 x 5120 13.5, 13.7, 14.0 and 12.0, 13.3, 15.8. A gated product spares a second kernel: 4096
-/// x 28672 67.0, 67.5, 70.1 and 59.2, 60.2, 62.7. A norm that it folds is a kernel of its own ahead
-/// of cuBLASLt. Narrow weights, 16 and 64 rows: 2048 x 64 4.7, 5.4 and 3.5, 3.8, 2048 x 512 5.8,
-/// 5.8 and 3.7, 3.9, 4096 x 256 7.1, 7.4 and 5.2, 5.6, 7168 x 256 7.5, 7.8 and 6.2, 6.3, 14336 x
-/// 1024 13.0, 13.6 and 10.6, 11.6.
-constexpr bool cluster_beats_library(const Shape& shape) {
-  const bool folds =
-      shape.normalizes && shape.M <= kNormRows && shape.dtype == DType::kBFloat16;
-  if (is_gated(shape.activation) || folds) return true;
-  const bool small = std::int64_t{shape.N} * shape.K <= 3584 * 3584;
-  return shape.M <= kFewRows / 2 || small || !is_crowded(shape);
 }
 
 /// Where bits may not depend on M: the cluster kernel and the experts' add the same products in the
@@ -136,7 +118,7 @@ constexpr bool is_for_tall_cluster(const Shape& shape) {
     return false;
   Config config{};
   const std::int32_t tiles = cut_for_cluster(shape, config);
-  const std::int32_t on_sm = blocks_per_sm(tiles, config.segments);
+  const std::int32_t on_sm = blocks_per_sm(tiles, config.segments, config.tile_cols);
   return on_sm <= 2 && tiles * config.segments >= on_sm * kLeastBusy;
 }
 
@@ -164,7 +146,7 @@ constexpr Path path_of(const Shape& shape) {
     if (is_for_strips(shape)) return Path::kStrips;
     if (is_for_held(shape)) return Path::kHeld;
     if (is_for_digits(shape)) return Path::kDigits;
-    return may_call && !cluster_beats_library(shape) ? Path::kLibrary : Path::kCluster;
+    return Path::kCluster;
   }
   const bool full = shape.dtype == DType::kFloat32;
   if (full || !shape.weight_aligned) return may_call ? Path::kLibrary : Path::kSimple;
@@ -181,16 +163,21 @@ constexpr bool has_tall_tiles(const Shape& shape) {
 /// Wide tiles of the cluster kernel, of which each SM has one: fp8, an x of bfloat16 too, as two
 /// terms of e4m3, where such tiles leave few SMs idle. H200, 64 rows of 4096 x 28672, us: fp8 by
 /// fp8 30.5 and 29.3, by bf16 37.1 and 32.4; 16 rows 29.9 and 29.5, 37.2 and 35.6. Gated, which one
-/// block an SM finishes later than two, by bf16 38.3 and 36.1, but fp8 by fp8 32.1 and 32.8.
+/// block an SM finishes later than two, by bf16 38.3 and 36.1, but fp8 by fp8 32.1 and 32.8. By
+/// bf16, which spares the expansion, also where they leave more idle or an SM has two in turn: 3584
+/// x 18944 31.8 and 23.5, 8192 x 57344 159 and 125, gated 4096 x 24576 38.7 and 34.5; but 5120 x
+/// 13824, 62 tiles, 26.4 and 27.5.
 constexpr bool is_for_wide(const Shape& shape) {
-  constexpr std::int32_t kLeastRows = 33, kLeastTiles = 120;
+  constexpr std::int32_t kLeastRows = 33, kLeastTiles = 120, kLeastOfTerms = 84;
   const bool gated = is_gated(shape.activation);
   if (shape.batch_invariant || shape.format != WeightFormat::kFp8 || !shape.scales_products ||
       shape.M < kLeastRows || !(shape.bfloat_x || (shape.codes_x && !gated)))
     return false;
   const std::int32_t tiles =
       gated ? ceil_div(shape.N / 2, kWideCols / 2) : ceil_div(shape.N, kWideCols);
-  return tiles >= kLeastTiles && tiles <= kBlocksWanted;
+  if (shape.bfloat_x && tiles > kBlocksWanted)
+    return tiles >= 2 * kLeastTiles && tiles <= 2 * kBlocksWanted;
+  return tiles >= (shape.bfloat_x ? kLeastOfTerms : kLeastTiles) && tiles <= kBlocksWanted;
 }
 
 constexpr Config choose(const Shape& shape) {

@@ -3,8 +3,8 @@
 #include <cstdint>
 
 #include "common/math.h"
+#include "kernels/gemm_cluster_config.h"
 #include "kernels/gemm_shape.h"
-#include "kernels/gemm_tiles_config.h"
 
 /// Where Hopper's kernels of up to 8 rows are faster than the cluster kernel.
 namespace ridgeline::gemm_config {
@@ -12,12 +12,13 @@ namespace ridgeline::gemm_config {
 constexpr std::int32_t kNarrow = 1024;  // rows of the weight
 
 /// Whether the fullest SM has much more to do than the average one where the cluster kernel
-/// multiplies.
+/// multiplies, or would have, if it had not tiles of three warpgroups.
 constexpr bool is_crowded(const Shape& shape) {
   constexpr double kMuch = 1.4;
   Config config{};
-  const std::int32_t tiles = cut_for_cluster(shape, config);
-  const double rows = blocks_per_sm(tiles, config.segments) * config.tile_cols;
+  const std::int32_t tiles = cut_for_cluster(shape, config), high = config.tile_cols;
+  if (high > 2 * kGroupRows) return true;
+  const double rows = blocks_per_sm(tiles, config.segments, high) * high;
   return rows * shape.sms > kMuch * config.segments * shape.N;
 }
 
@@ -53,11 +54,11 @@ constexpr std::int32_t digits_rows(const Shape& shape) {
 /// bf16, 2 rows of 4096 x 4096 10.1 and 9.2, 14336 x 4096 29.1 and 27.7, but of 4096 x 28672 53.3
 /// and 54.8; a layer, 2, 4 and 8 rows, 109.2 and 106.3 so, 111.7 and 107.4, 114.0 and 109.7.
 ///
-/// Where tiles fill the SMs badly strips keep 8: fp8 by fp8 of 3584 x 18944 18.6 and 20.4. A narrow
-/// bf16 weight leaves most SMs idle either way, and strips end sooner: 4 and 8 rows of 2048 x 64
-/// 2.6, 3.2 and 3.5, of 4096 x 256 4.0, 4.9 and 5.1, of 2048 x 1024 2.9, 3.8 and 3.8, chained 2.4,
-/// 3.6 and 3.1; but of much K, which the cluster kernel cuts, 8 rows of 7168 x 256 7.6 and 6.1, 1
-/// and 4 of 14336 x 1024 10.2, 11.7 and 9.4, 11.0.
+/// Where tiles fill the SMs badly strips keep 8: fp8 by bf16 of 3584 x 18944 19.6 and 21.7. A
+/// narrow bf16 weight leaves most SMs idle either way, and strips end sooner: 4 and 8 rows of 2048
+/// x 64 2.6, 3.2 and 3.5, of 4096 x 256 4.0, 4.9 and 5.1, of 2048 x 1024 2.9, 3.8 and 3.8, chained
+/// 2.4, 3.6 and 3.1; but of much K, which the cluster kernel cuts, 8 rows of 7168 x 256 7.6 and
+/// 6.1, 1 and 4 of 14336 x 1024 10.2, 11.7 and 9.4, 11.0.
 constexpr std::int32_t strips_rows(const Shape& shape) {
   constexpr std::int32_t kLeastCols = 3072, kMostCols = 8192, kWide = 4;
   const std::int32_t strips = strips_per_sm(shape);

@@ -1,0 +1,190 @@
+#pragma once
+#include <algorithm>
+#include <cstdint>
+
+#include "common/math.h"
+#include "kernels/gemm_shape.h"
+#include "kernels/gemm_tiles_config.h"
+
+/// How the cluster kernel cuts a product of few rows of x.
+namespace ridgeline::gemm_config {
+
+/// Blocks of the cluster kernel that an SM has at once, or in turn, where each of `tiles`, of so
+/// many weight rows, is a cluster of `segments`.
+constexpr std::int32_t blocks_per_sm(std::int32_t tiles, std::int32_t segments,
+                                     std::int32_t rows) {
+  if (tiles <= kClusters[segments - 1]) return 1;
+  if (rows > 2 * kGroupRows) return ceil_div(tiles, kClusters[segments - 1]);
+  return std::max(2, ceil_div(2 * tiles, kSmallClusters[segments - 1]));
+}
+
+/// What the cluster kernel takes for few rows of x, in microseconds on an H200, by the blocks and
+/// stages of the fullest SM, and by those of the mean one, which count where the bus bounds. A
+/// stage is one of 128 columns, a row one of 100 weight rows, a unit the part of a tile that a
+/// warpgroup has. What ends in `_m` is for 64 rows of x, and for fewer, from 16 on, as much less.
+struct ClusterTime {
+  double block = 0, block_m = 0;        // each block
+  double row = 0, unit = 0, unit_m = 0, stage_m = 0;  // each stage of each block
+  double mean_row = 0, mean_stage = 0;  // each stage of the mean SM
+  double odd = 0, odd_m = 0;            // tiles of rows that 64 does not divide
+  double tall = 0, tall_m = 0;          // sums that two or three warpgroups share out
+  double segments = 0, segments_m = 0;  // sums that blocks give each other, but by TurnsEnd ...
+  double part = 0, part_m = 0;          // ... and each row of those that they give
+  double further = 0;                   // each segment behind the first
+  double lonely = 0;                    // each stage and row of blocks that have an SM each
+  double late = 0;                      // such blocks start late, if chained
+  double x_m = 0;                       // x of each stage of the mean SM, if chained
+  double many = 0;                      // more blocks than half of the SMs
+  double wave = 0;                      // blocks of three warpgroups come after each other
+};
+constexpr ClusterTime kInt4Time{.block_m = 0.46, .row = 0.048, .unit = 0.045, .unit_m = 0.067,
+                                .stage_m = 0.032, .mean_row = 0.073, .mean_stage = 0.035,
+                                .odd = 0.15, .odd_m = 0.55, .tall = 0.20, .segments = 0.40,
+                                .part = 0.64, .part_m = 0.31, .lonely = 0.031, .wave = 4.2};
+constexpr ClusterTime kInt4ByFp8Time{.block = 0.04, .block_m = 0.32, .row = 0.037, .unit = 0.075,
+                                     .unit_m = 0.049, .stage_m = 0.016, .mean_row = 0.051,
+                                     .mean_stage = 0.028, .odd = 0.42, .tall_m = 0.87,
+                                     .segments = 0.58, .segments_m = 0.10, .part_m = 0.33,
+                                     .lonely = 0.025, .wave = 3.6};
+constexpr ClusterTime kBytesTime{.block_m = 0.72, .row = 0.112, .unit_m = 0.014, .mean_row = 0.263,
+                                 .mean_stage = 0.006, .odd = 0.15, .odd_m = 0.29,
+                                 .segments = 0.31, .segments_m = 0.46, .further = 0.1,
+                                 .lonely = 0.006, .late = 0.37, .x_m = 0.05};
+constexpr ClusterTime kDenseTime{.block = 0.43, .block_m = 0.70, .row = 0.196, .unit = 0.010,
+                                 .unit_m = 0.014, .stage_m = 0.026, .mean_row = 0.53, .odd = 0.15,
+                                 .segments_m = 0.54, .further = 0.1, .x_m = 0.1, .many = 0.14};
+
+/// Few rows of x whose bits may depend on M, but of fp8 that is expanded.
+constexpr bool has_cluster_time(const Shape& shape) {
+  const bool expanded_fp8 = shape.format == WeightFormat::kFp8 && !shape.byte_x;
+  return shape.M <= kFewRows && !shape.batch_invariant && !expanded_fp8;
+}
+
+constexpr const ClusterTime& cluster_time(const Shape& shape) {
+  if (shape.format == WeightFormat::kDense) return kDenseTime;
+  if (shape.format == WeightFormat::kInt4) return shape.byte_x ? kInt4ByFp8Time : kInt4Time;
+  return kBytesTime;
+}
+
+/// What a stage of 128 columns costs a block, in weight rows and stages: where bits may not depend
+/// on M, of more than few rows of 16 bits, and of fp8 that is expanded.
+struct ClusterCosts {
+  std::int32_t rows;  // besides those of its tile
+  std::int32_t ends;  // stages that its start and its end take
+  double further;     // and a further segment
+  double alone;       // a block that has an SM hides less
+};
+
+constexpr ClusterCosts cluster_costs(const Shape& shape) {
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  const bool many = shape.M > kFewRows / 2 && !shape.batch_invariant;
+  if (shape.format == WeightFormat::kDense)  // of invariant bits, what they were measured with
+    return shape.batch_invariant
+               ? ClusterCosts{.rows = 40, .ends = 0, .further = 0.5, .alone = 1.0}
+               : ClusterCosts{.rows = 40, .ends = 6, .further = 4.0, .alone = 1.3};
+  ClusterCosts costs{.rows = 50, .ends = 12, .further = 4.0, .alone = 1.5};
+  if (shape.byte_x && !int4) {
+    costs.alone = 1.4;
+    if (many) costs = {.rows = 40, .ends = 6, .further = 6.0, .alone = 1.3};
+  } else if (!shape.byte_x && many) {
+    costs.further = 6.0, costs.alone = 1.0;
+  }
+  return costs;
+}
+
+/// What the fullest SM has to do by those costs. Three warpgroups that have an SM hide more: H200,
+/// fp8 by 16 bits of 3584 x 18944 by 128 and by 176 weight rows, 16, 32 and 64 rows, us: 25.8,
+/// 25.8, 30.9 and 21.7, 22.4, 26.7.
+constexpr double load_of(const Shape& shape, std::int32_t rows, std::int32_t segments,
+                         std::int32_t blocks) {
+  const ClusterCosts costs = cluster_costs(shape);
+  const std::int32_t stages = ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);
+  const double each = stages + costs.further * (segments - 1) + costs.ends;
+  const double alone = rows > 2 * kGroupRows ? std::min(costs.alone, 1.2) : costs.alone;
+  return (blocks == 1 ? alone : 1.0) * blocks * (rows + costs.rows) * each;
+}
+
+/// A cut's time, less what all cuts of the product take.
+constexpr double time_of(const Shape& shape, std::int32_t rows, std::int32_t segments,
+                         std::int32_t tiles) {
+  const ClusterTime& of = cluster_time(shape);
+  const double m = static_cast<double>(std::clamp<std::int64_t>(shape.M, 16, kFewRows)) / kFewRows;
+  const double height = rows / 100.0, units = ceil_div(rows, kGroupRows);
+  const double stages = ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);
+  const double on_sm = blocks_per_sm(tiles, segments, rows);
+  const double on_mean = static_cast<double>(tiles) * segments / kBlocksWanted;
+  const bool turns = rows <= kGroupRows && segments == 2 && !is_gated(shape.activation);
+  double time = on_sm * (of.block + of.block_m * m);
+  time += stages * on_sm *
+          (of.row * height + (of.unit + of.unit_m * m) * units + of.stage_m * m);
+  time += stages * on_mean * (of.mean_row * height + of.mean_stage);
+  if (rows % kGroupRows != 0) time += of.odd + of.odd_m * m;
+  if (rows > kGroupRows) time += of.tall + of.tall_m * m;
+  if (segments > 1 && !turns)
+    time += of.segments + of.segments_m * m +
+            (of.part + of.part_m * m) * height * (segments - 1) / segments;
+  time += of.further * (segments - 1);
+  // Behind a norm the weight is on its way when x comes: of 6144 x 4096 a layer of 8B products has
+  // 128 blocks of 48 weight rows take longer than 96 of 64, though behind themselves they do not.
+  // H200, a step of 64 sequences, ms: fp8 3.40 and 3.45, bf16 4.72 and 4.77.
+  if (shape.chained) time += of.x_m * m * stages * on_mean;
+  if (on_sm == 1.0) time += of.lonely * stages * height + (shape.chained ? of.late : 0.0);
+  if (2 * tiles * segments > kBlocksWanted) time += of.many;
+  if (rows > 2 * kGroupRows) time += of.wave * (on_sm - 1.0);
+  return time;
+}
+
+/// Tile and segments of K of the cluster kernel. Clusters of up to six blocks, since of seven 32 do
+/// not always run at once, and 640 columns a block at least. Where a weight is expanded a tile of
+/// fewer rows than its warpgroups have spares nothing; else some rows decide whether the last tiles
+/// find an SM. Of 1500 cases on an H200 (40 shapes and 12 gated ones, 16 to 64 rows, alone and
+/// chained, each by two to twelve cuts) the choice is 0.7% from the best on average, and was 3.8%
+/// by the costs above and three tiles; fp8 by 16 bits is 2.0% from it by those. The warpgroups of a
+/// tile of 64 rows take stages by turns, an order of K of their own: not where bits may not depend
+/// on M. Returns how many tiles.
+constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
+  constexpr std::int32_t kColumns = 640, kMost = 6, kMostOfTall = 4, kLeastRows = 48;
+  constexpr std::int32_t kColumnsOfThree = 2560;  // of a segment under tiles of three warpgroups
+  const bool gated = is_gated(shape.activation), timed = has_cluster_time(shape);
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  const bool expanded = int4 || (shape.format == WeightFormat::kFp8 && !shape.byte_x);
+  double best = 0.0;
+  std::int32_t chosen = 0;
+  const auto consider = [&](std::int32_t rows) {
+    const std::int32_t box = gated ? rows / 2 : rows;
+    if (box % (int4 ? kStripRows : 8) != 0 || (shape.batch_invariant && rows <= kGroupRows)) return;
+    const std::int32_t tiles = ceil_div(gated ? shape.N / 2 : shape.N, box);
+    const bool three = rows > 2 * kGroupRows;
+    const std::int32_t most = timed && rows > kGroupRows ? kMostOfTall : kMost;
+    for (std::int32_t segments = 1; segments <= most; ++segments) {
+      const std::int32_t blocks = blocks_per_sm(tiles, segments, rows);
+      if (segments > 1 && (blocks > (three ? 1 : 2) ||
+                           segments * (three ? kColumnsOfThree : kColumns) > shape.K))
+        break;
+      if (three && !timed && blocks > 1) break;
+      // Of x with a ring of its own a stage has no room for the sums that warpgroups exchange.
+      const bool bytes = shape.byte_x && !int4 && shape.M > kFewRows / 2;
+      if (bytes && rows < kGroupRows && segments == 2) continue;
+      const double time = timed ? time_of(shape, rows, segments, tiles)
+                                : load_of(shape, rows, segments, blocks);
+      if (chosen > 0 && time >= best) continue;
+      best = time;
+      chosen = tiles;
+      config.tile_cols = rows;
+      config.segments = segments;
+    }
+  };
+  if (timed && !expanded) {
+    for (std::int32_t rows = kLeastRows; rows <= 2 * kGroupRows; rows += 8) consider(rows);
+    return chosen;
+  }
+  for (const std::int32_t rows : {kGroupRows, 2 * kGroupRows - kStripRows, 2 * kGroupRows})
+    consider(rows);
+  const bool may_be_three = expanded && !shape.batch_invariant && shape.M <= kFewRows &&
+                            shape.dtype == DType::kBFloat16 && !shape.normalizes;
+  if (may_be_three)
+    for (const std::int32_t rows : {kBroadCols - kStripRows, kBroadCols}) consider(rows);
+  return chosen;
+}
+
+}  // namespace ridgeline::gemm_config

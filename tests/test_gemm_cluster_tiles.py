@@ -1,0 +1,181 @@
+"""Tiles of the cluster kernel by few rows of x: which are taken, and that each is right."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ridgeline import ops
+
+SMS = 132
+FORMATS = ["dense", "int4", "int4_fp8", "fp8", "fp8_fp8", "int8"]
+
+
+def plan(M: int, N: int, K: int, format: str, activation: str = "none", **options: Any) -> dict:
+    """What the op takes on an H200, as numbers but for the path."""
+    given = {"library": False, "invariant": False, "chained": False, "norm": False} | options
+    text = torch.ops.ridgeline.gemm_plan(
+        *(M, N, K, "bfloat16", format, activation, given["library"], given["invariant"], True),
+        *(given["chained"], given["norm"]),
+    )
+    path, *fields = text.split()
+    return {"path": path} | {name: int(value) for name, value in (f.split("=") for f in fields)}
+
+
+def tile(M: int, N: int, K: int, format: str, **options: Any) -> tuple[int, int]:
+    chosen = plan(M, N, K, format, **options)
+    assert chosen["path"] == "cluster"
+    return chosen["tile_cols"], chosen["segments"]
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "format", "expected"),
+    [
+        (16, 18944, 3584, "fp8_fp8", (72, 1)),  # 264 blocks, two an SM; of 128 rows 148
+        (16, 18944, 3584, "int8", (72, 1)),
+        (16, 18944, 3584, "dense", (72, 1)),
+        (16, 18944, 3584, "int4", (192, 1)),  # three warpgroups: 99 tiles, one an SM
+        (64, 18944, 3584, "int4_fp8", (192, 1)),
+        (16, 18944, 3584, "fp8", (176, 1)),
+        (64, 18944, 3584, "fp8", (224, 1)),  # two terms of x spare the expansion
+        (64, 5120, 13824, "int4", (192, 4)),
+        (16, 5120, 13824, "fp8_fp8", (80, 2)),
+        (16, 4096, 4096, "fp8_fp8", (64, 2)),
+        (64, 4096, 14336, "int4", (64, 2)),
+    ],
+)
+def test_tiles_are_as_high_as_fills_the_sms(
+    M: int, N: int, K: int, format: str, expected: tuple[int, int]
+) -> None:
+    assert tile(M, N, K, format) == expected
+
+
+@pytest.mark.parametrize(("format", "activation"), list(product(FORMATS, ["none", "silu_mul"])))
+def test_every_tile_can_be_multiplied(format: str, activation: str) -> None:
+    """Whole eights of weight rows, of int4 whole strips; clusters that an H200 runs at once."""
+    gated = activation == "silu_mul"
+    seen = set()
+    for M, N, K, chained in product(
+        (9, 16, 33, 64), range(256, 40000, 1312), (640, 4096, 14336), (False, True)
+    ):
+        N = N // 32 * 32
+        chosen = plan(M, N, K, format, activation, chained=chained)
+        if chosen["path"] != "cluster" or chosen["tile_cols"] == 224:
+            continue
+        rows, segments = chosen["tile_cols"], chosen["segments"]
+        box = rows // 2 if gated else rows
+        assert box % (16 if format.startswith("int4") else 8) == 0
+        assert 48 <= rows <= (128 if format in ("dense", "fp8_fp8", "int8") else 192)
+        assert segments == 1 or segments * 640 <= K
+        if rows > 128 and segments > 1:
+            assert -(-(N // 2 if gated else N) // box) * segments <= SMS
+        seen.add(rows)
+    assert len(seen) > 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_tiles_of_three_warpgroups_are_of_weights_that_are_expanded(format: str) -> None:
+    """Not where a norm is folded, or bits may not depend on the rows."""
+    expanded = format in ("int4", "int4_fp8", "fp8")
+    assert (tile(16, 18944, 3584, format)[0] > 128) == expanded
+    if format in ("int4", "fp8", "dense"):
+        assert tile(16, 18944, 3584, format, norm=True)[0] <= 128
+    assert plan(16, 18944, 3584, format, invariant=True)["tile_cols"] in (112, 128, 192)
+
+
+# ---- Products -----------------------------------------------------------------------------------
+
+
+def operands(M: int, N: int, K: int, format: str) -> tuple[Tensor, Any, dict[str, Any], Tensor]:
+    """x, the op's product of it, its scale of x, and the exact product in float64."""
+    generator = torch.Generator("cuda").manual_seed(7)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16)
+
+    x, weight = normal(M, K), normal(N, K) * K**-0.5
+    options: dict[str, Any] = {}
+    values = x.double()
+    if format in ("int4_fp8", "fp8_fp8"):
+        options["x_scale"] = normal(M).float().abs() + 0.5
+        x = x.to(torch.float8_e4m3fn)
+    elif format == "int8":
+        options["x_scale"] = normal(M).float().abs() * 0.01 + 0.01
+        x = (x * 30).to(torch.int8)
+    if "x_scale" in options:
+        values = x.double() * options["x_scale"].double()[:, None]
+    if format == "dense":
+        return x, weight, options, values @ weight.double().T
+    if format.startswith("int4"):
+        packed = ops.pack_int4(weight)
+        by = packed.scales.double().repeat_interleave(packed.group, 0).T
+        return x, packed, options, values @ ((packed.quantized().double() - 8) * by).T
+    scale = normal(N).float().abs() * 0.01 + 0.01
+    codes = (weight * 100).to(torch.float8_e4m3fn if format != "int8" else torch.int8)
+    return x, (codes, scale), options, values @ (codes.double() * scale.double()[:, None]).T
+
+
+def multiply(format: str, x: Tensor, weight: Any, **options: Any) -> Tensor:
+    if format == "dense":
+        return ops.linear(x, weight, **options)
+    if format.startswith("int4"):
+        return ops.int4_linear(x, weight, **options)
+    call = ops.int8_linear if format == "int8" else ops.fp8_linear
+    return call(x, *weight, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "format"),
+    [
+        *((16, 8576, 640, format) for format in ("dense", "fp8_fp8", "int8")),  # 72 rows, 80 gated
+        *((40, 9600, 1088, format) for format in ("dense", "fp8_fp8", "int8")),  # 80; a tail of K
+        *((13, 4608, 3584, format) for format in ("dense", "fp8_fp8", "int8")),  # 48, K cut
+        *((64, 3616, 2048, format) for format in ("dense", "fp8_fp8", "int8")),
+        *((9, 17024, 640, format) for format in ("int4", "int4_fp8", "fp8")),  # three warpgroups
+        *((40, 17056, 1152, format) for format in ("int4", "int4_fp8", "fp8")),
+        (48, 5120, 10240, "int4"),  # and K cut
+        (32, 5120, 10240, "int4_fp8"),
+    ],
+)
+def test_products_of_every_tile(
+    M: int, N: int, K: int, format: str, activation: str | None
+) -> None:
+    """Beside float64 on the weight's own values, with a residual; rows that end within a tile."""
+    x, weight, options, exact = operands(M, N, K, format)
+    residual = torch.randn(M, N if activation is None else N // 2, device="cuda")
+    residual = residual.to(torch.bfloat16)
+    if activation is not None:
+        gate, up = exact.chunk(2, -1)
+        exact = F.silu(gate) * up
+    exact = exact + residual.double()
+    ours = multiply(format, x, weight, activation=activation, residual=residual, **options)
+    assert ours.shape == residual.shape and ours.dtype == torch.bfloat16
+    assert (ours.double() - exact).norm() <= 3e-3 * exact.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.sanitize
+@pytest.mark.parametrize(
+    ("M", "N", "K", "format"),
+    [
+        (16, 8576, 256, "fp8_fp8"),
+        (33, 8576, 256, "int8"),
+        (16, 8576, 256, "dense"),
+        (16, 17024, 256, "int4"),
+        (33, 17024, 256, "int4_fp8"),
+        (33, 17024, 256, "fp8"),
+    ],
+)
+def test_short_tiles_stay_in_shared_memory(M: int, N: int, K: int, format: str) -> None:
+    """The last operand of a tile that ends within a warpgroup's 64 rows."""
+    assert tile(M, N, K, format)[0] % 64 != 0 or tile(M, N, K, format)[0] == 192
+    x, weight, options, exact = operands(M, N, K, format)
+    ours = multiply(format, x, weight, **options)
+    assert (ours.double() - exact).norm() <= 3e-3 * exact.norm()
