@@ -161,7 +161,7 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
       if (segments > 1 && (blocks > (three ? 1 : 2) ||
                            segments * (three ? kColumnsOfThree : kColumns) > shape.K))
         break;
-      if (three && !timed && blocks > 1) break;
+      if (three && !timed && (blocks > 1 || segments > 1)) break;
       // Of x with a ring of its own a stage has no room for the sums that warpgroups exchange.
       const bool bytes = shape.byte_x && !int4 && shape.M > kFewRows / 2;
       if (bytes && rows < kGroupRows && segments == 2) continue;
