@@ -136,8 +136,10 @@ def multiply(format: str, x: Tensor, weight: Any, **options: Any) -> Tensor:
     [
         *((16, 8576, 640, format) for format in ("dense", "fp8_fp8", "int8")),  # 72 rows, 80 gated
         *((40, 9600, 1088, format) for format in ("dense", "fp8_fp8", "int8")),  # 80; a tail of K
-        *((13, 4608, 3584, format) for format in ("dense", "fp8_fp8", "int8")),  # 48, K cut
+        *((13, 4608, 3584, format) for format in ("dense", "fp8_fp8", "int8")),  # 48; 72, K cut
         *((64, 3616, 2048, format) for format in ("dense", "fp8_fp8", "int8")),
+        (16, 128, 2048, "dense"),  # 48 by turns, K cut, rows behind N
+        (32, 3584, 18944, "fp8_fp8"),  # 56 so
         *((9, 17024, 640, format) for format in ("int4", "int4_fp8", "fp8")),  # three warpgroups
         *((40, 17056, 1152, format) for format in ("int4", "int4_fp8", "fp8")),
         (48, 5120, 10240, "int4"),  # and K cut
@@ -165,11 +167,12 @@ def test_products_of_every_tile(
 @pytest.mark.parametrize(
     ("M", "N", "K", "format"),
     [
-        (16, 8576, 256, "fp8_fp8"),
-        (33, 8576, 256, "int8"),
+        (16, 8576, 640, "fp8_fp8"),
+        (33, 8576, 1088, "int8"),
         (16, 8576, 256, "dense"),
+        (16, 128, 2048, "dense"),
         (16, 17024, 256, "int4"),
-        (33, 17024, 256, "int4_fp8"),
+        (33, 17024, 1152, "int4_fp8"),
         (33, 17024, 256, "fp8"),
     ],
 )
