@@ -54,10 +54,15 @@ constexpr ClusterTime kDenseTime{.block = 0.43, .block_m = 0.70, .row = 0.196, .
                                  .unit_m = 0.014, .stage_m = 0.026, .mean_row = 0.53, .odd = 0.15,
                                  .segments_m = 0.54, .further = 0.1, .x_m = 0.1, .many = 0.14};
 
+/// Whether the cluster kernel expands it: by e4m3 x with scales along K, too, which it takes as 16
+/// bits.
+constexpr bool expands_fp8(const Shape& shape) {
+  return shape.format == WeightFormat::kFp8 && !shape.codes_x;
+}
+
 /// Few rows of x whose bits may depend on M, but of fp8 that is expanded.
 constexpr bool has_cluster_time(const Shape& shape) {
-  const bool expanded_fp8 = shape.format == WeightFormat::kFp8 && !shape.byte_x;
-  return shape.M <= kFewRows && !shape.batch_invariant && !expanded_fp8;
+  return shape.M <= kFewRows && !shape.batch_invariant && !expands_fp8(shape);
 }
 
 constexpr const ClusterTime& cluster_time(const Shape& shape) {
@@ -147,7 +152,7 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
   constexpr std::int32_t kColumnsOfThree = 2560;  // of a segment under tiles of three warpgroups
   const bool gated = is_gated(shape.activation), timed = has_cluster_time(shape);
   const bool int4 = shape.format == WeightFormat::kInt4;
-  const bool expanded = int4 || (shape.format == WeightFormat::kFp8 && !shape.byte_x);
+  const bool expanded = int4 || expands_fp8(shape);
   double best = 0.0;
   std::int32_t chosen = 0;
   const auto consider = [&](std::int32_t rows) {
@@ -180,7 +185,8 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
   }
   for (const std::int32_t rows : {kGroupRows, 2 * kGroupRows - kStripRows, 2 * kGroupRows})
     consider(rows);
-  const bool may_be_three = expanded && !shape.batch_invariant && shape.M <= kFewRows &&
+  const bool may_be_three = (int4 || (expanded && shape.scales_products)) &&
+                            !shape.batch_invariant && shape.M <= kFewRows &&
                             shape.dtype == DType::kBFloat16 && !shape.normalizes;
   if (may_be_three)
     for (const std::int32_t rows : {kBroadCols - kStripRows, kBroadCols}) consider(rows);
