@@ -219,7 +219,10 @@ TOKENS = quantized_files.W4AFP8
         (TOKENS, True),
         (TOKENS | {"strategy": "tensor", "dynamic": False}, True),  # a token's own scale instead
         ({"type": "float", "num_bits": 8}, True),
+        ({"type": "float", "strategy": "token", "dynamic": True, "observer": None}, True),
+        ({"type": "float", "strategy": None, "group_size": None}, True),
         (TOKENS | {"strategy": "group", "group_size": 128}, False),
+        (TOKENS | {"strategy": None, "group_size": 128}, False),  # which makes it "group"
         (TOKENS | {"type": "int"}, False),
         (TOKENS | {"num_bits": 4}, False),
         ({}, False),
@@ -238,6 +241,18 @@ def test_inputs_of_four_bit_weights_are_fp8_where_a_token_s_scale_serves(
         assert type(layer.up) is (W4A8Linear if kept else Int4Linear)
     experts = GroupedCodes(four_bits(64, 2).q, torch.ones(2, 64), fp8_inputs=kept)
     assert type(make_experts(experts, None, 2, torch.float32, None)[0]) is Int4ExpertLinear
+
+
+@pytest.mark.parametrize("file", [quantized_files.compressed_packed(group) for group in (32, None)])
+def test_what_shares_a_scale_is_told_by_the_group_size_alone(tmp_path: Path, file: FileFormat):
+    quantized_files.save(tmp_path, file)
+    expected = logits_of(load(tmp_path), PROMPT, torch.float32)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    weights = config["quantization_config"]["config_groups"]["group_0"]["weights"]
+    weights |= {"strategy": None, "group_size": weights["group_size"] or -1}
+    path.write_text(json.dumps(config))
+    assert torch.equal(logits_of(load(tmp_path), PROMPT, torch.float32), expected)
 
 
 def test_parts_with_inputs_of_two_kinds_are_refused():

@@ -116,15 +116,14 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
             continue
         if (kind, bits) not in (("int", 4), ("int", 8), ("float", 8)):
             raise ValueError(f"quantization_config: weights of {kind} {bits} bits are not read")
-        by_group = weights.get("strategy") == "group"
-        by_block = weights.get("strategy") == "block"
+        strategy = _strategy_of(weights)
         packed = "pack" in str(group.get("format") or config.get("format"))
         inputs = group.get("input_activations") or {}
         found.add(
             CompressedTensors(
                 bits=bits,
-                group=weights.get("group_size") if by_group else None,
-                block=block_of(weights.get("block_structure")) if by_block else None,
+                group=weights.get("group_size") if strategy == "group" else None,
+                block=block_of(weights.get("block_structure")) if strategy == "block" else None,
                 packed=packed,
                 fp8_inputs=packed and bits == 4 and _are_fp8(inputs),
             )
@@ -143,8 +142,15 @@ def _are_fp8(inputs: Mapping[str, Any]) -> bool:
     Others that are quantised stay in 16 bits, and so lose less than is meant: int8, for which there
     is no product with integers of 4 bits, and e4m3 with scales of columns.
     """
-    is_fp8 = inputs.get("type") == "float" and inputs.get("num_bits") == 8
-    return is_fp8 and (inputs.get("strategy") or "tensor") in ("token", "tensor")
+    is_fp8 = inputs.get("type") == "float" and inputs.get("num_bits", 8) == 8
+    return is_fp8 and _strategy_of(inputs) in ("token", "tensor")
+
+
+def _strategy_of(kind: Mapping[str, Any]) -> str:
+    """What shares a scale; where it is not said the group's size says it."""
+    group = kind.get("group_size")
+    told = "tensor" if group is None else "channel" if group == -1 else "group"
+    return str(kind.get("strategy") or told)
 
 
 def _four_bit_floats(weights: Mapping[str, Any]) -> Format:
