@@ -137,6 +137,22 @@ def compressed_packed(
     return compressed(name, "pack-quantized", weights, write, keeps, inputs)
 
 
+def compressed_bytes(group: int | None, *, inputs: dict[str, Any]) -> FileFormat:
+    """Four bits in a byte each, as llm-compressor leaves them where inputs are quantised too."""
+
+    def write(N: int, K: int, draw: torch.Generator) -> Written:
+        columns = group or K
+        q, scales, zeros = grouped(N, K, K // columns, 4, False, draw)
+        tensors = {"weight": (q - 8).to(torch.int8), "weight_scale": scales.t().contiguous()}
+        return tensors, values(q, scales, zeros, torch.arange(K) // columns)
+
+    weights = {"type": "int", "num_bits": 4, "symmetric": True}
+    weights |= {"strategy": "group" if group else "channel", "group_size": group}
+    name = f"compressed-tensors, 4 bits a byte, groups of {group}, {inputs['type']} inputs"
+    keeps = "w4a8" if inputs == W4AFP8 else "int4"
+    return compressed(name, "int-quantized", weights, write, keeps, inputs)
+
+
 def compressed(
     name: str, form: str, weights: dict[str, Any],
     write: Callable[[int, int, torch.Generator], Written], keeps: str,
@@ -260,6 +276,8 @@ FORMATS = [
     compressed_packed(order=True, zero_point=True), compressed_packed(64, bits=8),
     compressed_packed(128, inputs=W4AFP8), compressed_packed(None, order=True, inputs=W4AFP8),
     compressed_packed(64, inputs=W4AFP8), compressed_packed(128, zero_point=True, inputs=W4AFP8),
+    compressed_bytes(128, inputs=W4AFP8), compressed_bytes(None, inputs=W4AFP8),
+    compressed_bytes(128, inputs=W4AFP8 | {"type": "int"}),
     compressed("compressed-tensors, int8", "int-quantized",
                {"type": "int", "num_bits": 8, "strategy": "channel"}, int8_rows, "int8"),
     compressed("compressed-tensors, fp8 rows", "float-quantized",

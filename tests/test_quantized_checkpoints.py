@@ -255,6 +255,17 @@ def test_what_shares_a_scale_is_told_by_the_group_size_alone(tmp_path: Path, fil
     assert torch.equal(logits_of(load(tmp_path), PROMPT, torch.float32), expected)
 
 
+@pytest.mark.parametrize("code", [-9, 8])
+def test_bytes_that_are_not_of_four_bits_are_refused(tmp_path: Path, code: int):
+    quantized_files.save(tmp_path, quantized_files.compressed_bytes(128, inputs=TOKENS))
+    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(path)
+    tensors[name][3, 5] = code
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=f"{name}: expected integers from -8 to 7, got .*{code}"):
+        load(tmp_path)
+
+
 def test_parts_with_inputs_of_two_kinds_are_refused():
     groups = {str(i): {"weights": {"num_bits": 4}, "input_activations": inputs}
               for i, inputs in enumerate((None, TOKENS))}  # fmt: skip

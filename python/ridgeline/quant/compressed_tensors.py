@@ -29,12 +29,13 @@ from ridgeline.quant.stored import FP8_BLOCK, GroupedCodes, ScaledCodes, Weight
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """Packed integers ("pack-quantized"), or int8 and fp8 weights with a scale beside them.
+    """Packed integers ("pack-quantized"), or int8 and fp8 weights with a scale beside them. Of
+    4 bits integers may have a byte each, as llm-compressor leaves them where inputs are quantised.
 
     Attributes:
         bits: of packed integers, by the number of groups' sizes: (bits, columns a group or None).
         packed: what the configuration says; tensors say it of each weight.
-        fp8_inputs: of packed integers of 4 bits: inputs are meant to be fp8, too (W4AFP8).
+        fp8_inputs: of integers of 4 bits: inputs are meant to be fp8, too (W4AFP8).
     """
 
     bits: int
@@ -50,16 +51,21 @@ class CompressedTensors:
     def kept_as(self) -> Kept | None:
         if self.packed:
             return None if self.bits == 4 else "dtype"
+        if self.bits == 4:
+            return "int4"
         return ScaledFormat("F8_E4M3", "weight_scale", self.block).kept_as
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored
     ) -> dict[str, tuple[int, ...]] | None:
         packed, zero = f"{module}.weight_packed", f"{module}.weight_zero_point"
-        if packed not in stored:
-            kind = self._scaled(stored.get(f"{module}.weight"))
-            return None if kind is None else kind.layout(module, N, K, stored)
         groups, codes = 1 if self.group is None else K // self.group, 32 // self.bits
+        if packed not in stored:
+            weight = f"{module}.weight"
+            if self._has_bytes(stored.get(weight)):
+                return {weight: (N, K), f"{module}.weight_scale": (N, groups)}
+            kind = self._scaled(stored.get(weight))
+            return None if kind is None else kind.layout(module, N, K, stored)
         shapes: dict[str, tuple[int, ...]] = {
             packed: (N, -(-K // codes)),
             f"{module}.weight_scale": (N, groups),
@@ -72,7 +78,11 @@ class CompressedTensors:
 
     def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
         if f"{module}.weight_packed" not in stored:
-            kind = self._scaled(stored[f"{module}.weight"])
+            weight = f"{module}.weight"
+            if self._has_bytes(stored[weight]):
+                q, scales = _codes_of_bytes(weight, get(weight)), get(f"{module}.weight_scale").t()
+                return GroupedCodes(q, scales, fp8_inputs=self.fp8_inputs)
+            kind = self._scaled(stored[weight])
             assert kind is not None
             return kind.read(module, N, K, stored, get)
         zeros = index = None
@@ -94,6 +104,10 @@ class CompressedTensors:
             bits=self.bits,
             fp8_inputs=self.fp8_inputs,
         )
+
+    def _has_bytes(self, weight: TensorInfo | None) -> bool:
+        """Whether integers of 4 bits have a byte each."""
+        return self.bits == 4 and weight is not None and weight.dtype == "I8"
 
     def _scaled(self, weight: TensorInfo | None) -> ScaledFormat | None:
         if weight is None or weight.dtype not in ("I8", "F8_E4M3"):
@@ -125,7 +139,7 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
                 group=weights.get("group_size") if strategy == "group" else None,
                 block=block_of(weights.get("block_structure")) if strategy == "block" else None,
                 packed=packed,
-                fp8_inputs=packed and bits == 4 and _are_fp8(inputs),
+                fp8_inputs=bits == 4 and _are_fp8(inputs),
             )
         )
     if len(found) != 1:
@@ -134,6 +148,15 @@ def compressed_tensors(config: Mapping[str, Any]) -> Format:
             f"got {len(found)}"
         )
     return found.pop()
+
+
+def _codes_of_bytes(name: str, integers: Tensor) -> Tensor:
+    """int8 from -8 to 7 as codes whose zero is 8."""
+    if integers.numel():
+        low, high = int(integers.min()), int(integers.max())
+        if low < -8 or high > 7:
+            raise ValueError(f"{name}: expected integers from -8 to 7, got {low} to {high}")
+    return (integers + 8).to(torch.uint8)
 
 
 def _are_fp8(inputs: Mapping[str, Any]) -> bool:
