@@ -145,8 +145,8 @@ constexpr double time_of(const Shape& shape, std::int32_t rows, std::int32_t seg
 /// find an SM. Of 1500 cases on an H200 (40 shapes and 12 gated ones, 16 to 64 rows, alone and
 /// chained, each by two to twelve cuts) the choice is 0.7% from the best on average, and was 3.8%
 /// by the costs above and three tiles; fp8 by 16 bits is 2.0% from it by those. The warpgroups of a
-/// tile of 64 rows take stages by turns, an order of K of their own: not where bits may not depend
-/// on M. Returns how many tiles.
+/// tile of up to 64 rows take stages by turns, an order of K of their own: not where bits may not
+/// depend on M. Returns how many tiles.
 constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
   constexpr std::int32_t kColumns = 640, kMost = 6, kMostOfTall = 4, kLeastRows = 48;
   constexpr std::int32_t kColumnsOfThree = 2560;  // of a segment under tiles of three warpgroups

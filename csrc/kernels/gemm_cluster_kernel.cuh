@@ -15,14 +15,14 @@ namespace ridgeline::gemm_cluster {
 /// Grid: (segments of K, tiles of kTokens rows of x, tiles of 48 to 192 weight rows); the segments
 /// of a tile are a cluster. Two warps request stages of 64 or 128 columns of the tile and of its
 /// rows of x; kGroups warpgroups, two or three, multiply 64 weight rows by 16 to 176 rows of x: of
-/// a longer tile the second has the rows from 64 on, those of 64 take stages by turns. The weight
-/// is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an fp8 x, from shared memory, the
-/// others expanded into registers; what is behind a tile's last row is multiplied and left. At the
-/// end each block adds up, in order, some rows of x, of which its neighbours send it their sums.
-/// Sums in float32; of e4m3 by e4m3, of which the tensor cores keep 14 bits, every 128 columns
-/// anew. The kernel of 16 rows of x has three warps that meet it with its norm, and request the
-/// first of it, in place of one. Roofline: the weight's bytes, once; x comes from L2, once a tile
-/// and segment.
+/// a longer tile the second has the rows from 64 on, those of up to 64 take stages by turns. The
+/// weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an fp8 x, from shared memory,
+/// the others expanded into registers; what is behind a tile's last row is multiplied and left. At
+/// the end each block adds up, in order, some rows of x, of which its neighbours send it their
+/// sums. Sums in float32; of e4m3 by e4m3, of which the tensor cores keep 14 bits, every 128
+/// columns anew. The kernel of 16 rows of x has three warps that meet it with its norm, and request
+/// the first of it, in place of one. Roofline: the weight's bytes, once; x comes from L2, once a
+/// tile and segment.
 template <class T, class E, class Layout, int kGroups>
 __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
                                   (kBlocks<Layout::kFormat, Layout::kTokens, kGroups>))

@@ -5,9 +5,9 @@
 #include "device/reduce.cuh"
 #include "kernels/gemm_cluster_finish.cuh"
 
-/// The end of a tile of 64 weight rows, whose warpgroups took stages by turns, in a cluster of two
-/// blocks, where y is the sums with scales, bias and residual: from registers to registers, each
-/// warpgroup its own rows of x. Same bits as by Finish. H200, lab, alone, by turns, us, 4096 x
+/// The end of a tile of up to 64 weight rows, whose warpgroups took stages by turns, in a cluster
+/// of two blocks, where y is the sums with scales, bias and residual: from registers to registers,
+/// each warpgroup its own rows of x. Same bits as by Finish. H200, lab, alone, by turns, us, 4096 x
 /// 4096, Finish and so: 16 rows of int4 5.8 and 5.2, 64 7.5 and 6.7; fp8 by fp8 5.9 and 5.4, 7.1
 /// and 6.4; fp8 by bf16 6.8 and 6.2, 9.0 and 8.4; int4 by e4m3 5.8 and 5.2, 7.1 and 6.3; 16 rows
 /// with a norm int4 6.5 and 5.8, fp8 by bf16 7.4 and 6.7, bf16 10.3 and 9.0.
