@@ -243,7 +243,7 @@ def main() -> None:
     if bench.quick and not given.rows:
         shapes, rows = SHAPES[1:3], [1, 16, 32, 64, 128, 4096]
     if bench.device == "cpu":
-        shapes, rows = [(1024, 4096), (4096, 4096)], [1, 8, 64]
+        shapes, rows = [(1024, 4096), (4096, 4096)], given.rows or [1, 8, 64]
     for K, N in shapes:
         for M in rows:
             layer = Layer(bench, M, K, N)
