@@ -83,7 +83,7 @@ class Linear(Product):
 class Linear4bit(Product):
     """:func:`ridgeline.ops.int4_linear`; the weight is in buffers, saved with the module."""
 
-    dynamic: ClassVar[bool] = False  # inputs are quantised too
+    dynamic: ClassVar[bool] = False  # whether inputs are quantised too
 
     packed: Tensor
     scales: Tensor
@@ -162,8 +162,9 @@ class LinearW4A8(Linear4bit):
     """:class:`Linear4bit` whose inputs are quantised too, to e4m3 with a scale a row.
 
     The state is that of :class:`Linear4bit`: only what becomes of inputs differs. Any group size
-    will do, and zero points; on Hopper those of :func:`ridgeline.ops.int4_linear` are multiplied
-    in 8 bits, of others both operands are expanded, and nothing is gained.
+    will do, and zero points; but Hopper multiplies in 8 bits only where 128 divides the groups, or
+    one has all columns, and there are no zero points (:func:`ridgeline.ops.int4_linear`). Elsewhere
+    both operands are expanded, and nothing is gained.
     """
 
     dynamic = True

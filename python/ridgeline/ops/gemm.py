@@ -107,9 +107,10 @@ def int4_linear(
         x: ``[..., K]``, the dtype of ``weight.scales`` (float16 or bfloat16; on the CPU float32
             too), or float8_e4m3fn with ``x_scale`` (W4A8), which is expanded exactly and multiplied
             in the dtype of the scales; or, on Hopper with more than 4 rows (8 of wide weights, and
-            of small ones without ``weights_ready``), groups that 128 divides and no zero points,
-            multiplied as it is by the integers as e4m3: the tensor cores keep 14 bits of a sum of
-            128 columns, whose scales are applied in float32.
+            of small ones without ``weights_ready``; 64 with activation order), groups that 128
+            divides or one of all columns, and no zero points, multiplied as it is by the integers
+            as e4m3: the tensor cores keep 14 bits of a sum of 128 columns, whose scales are applied
+            in float32.
         weight: from :func:`pack_int4` or :meth:`Int4Weight.from_quantized`.
         x_scale: float32, one value or one a row of ``x``; for a float8 ``x`` only.
         act: "fp8": an ``x`` that is not float8 is quantised here, a scale a row, by a kernel ahead
