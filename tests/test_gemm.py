@@ -535,7 +535,6 @@ def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -
         (2048, 4096, "fp8", False, 4),
         (4096, 14336, "fp8", False, 1),
         (18944, 3584, "fp8", False, 8),  # the cluster kernel's tiles are three warpgroups'
-        (18944, 3584, "fp8_fp8", False, 1),
         (28672, 4096, "fp8_fp8", False, 1),
         (28672, 4096, "int8", False, 1),
         (1024, 4096, "dense", False, 4),  # narrow
@@ -551,6 +550,14 @@ def test_rows_that_strips_take(N: int, K: int, format: str, norm: bool, most: in
         options: dict[str, Any] = {"format": format, "norm": norm, "chained": chained}
         paths = [plan(M, N, K, hopper=True, **options)["path"] for M in rows]
         assert paths == ["strips" if M <= most else "cluster" for M in rows], chained
+
+
+@pytest.mark.parametrize(("chained", "most"), [(False, 4), (True, 1)])
+@pytest.mark.parametrize("format", ["fp8_fp8", "int8"])
+def test_strips_that_leave_no_sm_idle(format: str, chained: bool, most: int) -> None:
+    paths = [plan(M, 18944, 3584, hopper=True, format=format, chained=chained)["path"]
+             for M in range(1, 10)]  # fmt: skip
+    assert paths == ["strips"] * most + ["cluster"] * (9 - most)
 
 
 def test_a_norm_goes_where_it_is_folded() -> None:

@@ -49,15 +49,19 @@ constexpr ClusterTime kInt4ByFp8Time{.block = 0.04, .block_m = 0.32, .row = 0.03
 constexpr ClusterTime kBytesTime{.block_m = 0.72, .row = 0.112, .unit_m = 0.014, .mean_row = 0.263,
                                  .mean_stage = 0.006, .odd = 0.15, .odd_m = 0.29,
                                  .segments = 0.31, .segments_m = 0.46, .further = 0.1,
-                                 .lonely = 0.006, .late = 0.37, .x_m = 0.05};
+                                 .lonely = 0.006, .late = 0.37, .x_m = 0.02};
 constexpr ClusterTime kDenseTime{.block = 0.43, .block_m = 0.70, .row = 0.196, .unit = 0.010,
                                  .unit_m = 0.014, .stage_m = 0.026, .mean_row = 0.53, .odd = 0.15,
                                  .segments_m = 0.54, .further = 0.1, .x_m = 0.1, .many = 0.14};
 
-/// Whether the cluster kernel expands it: by e4m3 x with scales along K, too, which it takes as 16
-/// bits.
+/// Whether the cluster kernel has x of 8 bits: e4m3 with scales along K, or whose columns go by an
+/// order, is brought to 16 ahead of it.
+constexpr bool meets_bytes(const Shape& shape) {
+  return shape.format == WeightFormat::kInt8 || shape.codes_x;
+}
+
 constexpr bool expands_fp8(const Shape& shape) {
-  return shape.format == WeightFormat::kFp8 && !shape.codes_x;
+  return shape.format == WeightFormat::kFp8 && !meets_bytes(shape);
 }
 
 /// Few rows of x whose bits may depend on M, but of fp8 that is expanded.
@@ -67,7 +71,7 @@ constexpr bool has_cluster_time(const Shape& shape) {
 
 constexpr const ClusterTime& cluster_time(const Shape& shape) {
   if (shape.format == WeightFormat::kDense) return kDenseTime;
-  if (shape.format == WeightFormat::kInt4) return shape.byte_x ? kInt4ByFp8Time : kInt4Time;
+  if (shape.format == WeightFormat::kInt4) return meets_bytes(shape) ? kInt4ByFp8Time : kInt4Time;
   return kBytesTime;
 }
 
@@ -88,10 +92,10 @@ constexpr ClusterCosts cluster_costs(const Shape& shape) {
                ? ClusterCosts{.rows = 40, .ends = 0, .further = 0.5, .alone = 1.0}
                : ClusterCosts{.rows = 40, .ends = 6, .further = 4.0, .alone = 1.3};
   ClusterCosts costs{.rows = 50, .ends = 12, .further = 4.0, .alone = 1.5};
-  if (shape.byte_x && !int4) {
+  if (meets_bytes(shape) && !int4) {
     costs.alone = 1.4;
     if (many) costs = {.rows = 40, .ends = 6, .further = 6.0, .alone = 1.3};
-  } else if (!shape.byte_x && many) {
+  } else if (!meets_bytes(shape) && many) {
     costs.further = 6.0, costs.alone = 1.0;
   }
   return costs;
@@ -142,11 +146,10 @@ constexpr double time_of(const Shape& shape, std::int32_t rows, std::int32_t seg
 /// Tile and segments of K of the cluster kernel. Clusters of up to six blocks, since of seven 32 do
 /// not always run at once, and 640 columns a block at least. Where a weight is expanded a tile of
 /// fewer rows than its warpgroups have spares nothing; else some rows decide whether the last tiles
-/// find an SM. Of 1500 cases on an H200 (40 shapes and 12 gated ones, 16 to 64 rows, alone and
-/// chained, each by two to twelve cuts) the choice is 0.7% from the best on average, and was 3.8%
-/// by the costs above and three tiles; fp8 by 16 bits is 2.0% from it by those. The warpgroups of a
-/// tile of up to 64 rows take stages by turns, an order of K of their own: not where bits may not
-/// depend on M. Returns how many tiles.
+/// find an SM. Of 1013 cases on an H200 (39 shapes and 8 gated ones, 16 to 64 rows, alone and
+/// chained, each by 2 to 17 cuts) the choice is 0.7% from the best on average, and was 3.5% by the
+/// costs above and three tiles. The warpgroups of a tile of up to 64 rows take stages by turns, an
+/// order of K of their own: not where bits may not depend on M. Returns how many tiles.
 constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
   constexpr std::int32_t kColumns = 640, kMost = 6, kMostOfTall = 4, kLeastRows = 48;
   constexpr std::int32_t kColumnsOfThree = 2560;  // of a segment under tiles of three warpgroups
@@ -168,7 +171,7 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
         break;
       if (three && !timed && (blocks > 1 || segments > 1)) break;
       // Of x with a ring of its own a stage has no room for the sums that warpgroups exchange.
-      const bool bytes = shape.byte_x && !int4 && shape.M > kFewRows / 2;
+      const bool bytes = meets_bytes(shape) && !int4 && shape.M > kFewRows / 2;
       if (bytes && rows < kGroupRows && segments == 2) continue;
       const double time = timed ? time_of(shape, rows, segments, tiles)
                                 : load_of(shape, rows, segments, blocks);
