@@ -191,6 +191,17 @@ def test_a_plan_of_four_bit_weights_is_the_same_by_fp8_inputs(tmp_path: Path, ca
     assert plans["w4a8"] == plans["int4"] != plans["fp8"]
 
 
+def test_a_plan_of_weights_that_are_quantised_already_takes_no_quantization(tmp_path: Path, capsys):
+    stored = {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B | stored))
+    arguments = ["plan", str(tmp_path), "--gpu-memory", "40GiB"]
+    assert main(arguments) == 0
+    assert main([*arguments, "--quantization", "fp8"]) == 2
+    assert "quantization must be None for a checkpoint that is quantised already, got 'fp8'" in (
+        capsys.readouterr().err
+    )
+
+
 def test_a_model_that_does_not_fit_is_refused_with_the_lines(tmp_path: Path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     assert main(["plan", str(tmp_path), "--gpu-memory", "16GB"]) == 2

@@ -12,6 +12,7 @@ from ridgeline.kv_cache import KV_DTYPES, KVCacheLayout
 from ridgeline.memory import plan_memory, stored_bytes
 from ridgeline.models.config import DTYPES, ModelConfig
 from ridgeline.models.linear import QUANTIZATIONS
+from ridgeline.models.loader import refuse_quantizing_again
 
 _UNITS = {"": 1, "M": 10**6, "G": 10**9, "T": 10**12, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
@@ -53,6 +54,8 @@ def run(options: argparse.Namespace) -> None:
     config = ModelConfig.from_path(folder)
     own = ("model", "gpu_memory", "length", "run")
     engine = EngineOptions(**{k: v for k, v in vars(options).items() if k not in own})
+    if config.stored_format is not None:
+        refuse_quantizing_again(engine.quantization)
     dtype = DTYPES.get(engine.dtype, config.dtype)
     if engine.dtype == "auto" and config.dtype == DTYPES["float32"]:
         dtype = DTYPES["bfloat16"]  # as on a GPU

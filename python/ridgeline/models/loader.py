@@ -45,6 +45,14 @@ class LoadOptions:
     check_weights: bool = False
 
 
+def refuse_quantizing_again(quantization: str | None) -> None:
+    if quantization is not None:
+        raise ValueError(
+            "quantization must be None for a checkpoint that is quantised already, "
+            f"got {quantization!r}"
+        )
+
+
 def load_decoder(
     config: ModelConfig,
     folder: Path | GgufFile,
@@ -62,11 +70,8 @@ def load_decoder(
         checkpoint = GgufCheckpoint(folder, options.device, config)
     else:
         checkpoint = Checkpoint(folder, options.device, config)
-    if options.quantization is not None and checkpoint.quantized:
-        raise ValueError(
-            "quantization must be None for a checkpoint that is quantised already, "
-            f"got {options.quantization!r}"
-        )
+    if checkpoint.quantized:
+        refuse_quantizing_again(options.quantization)
     checkpoint.check()
 
     broken: list[str] = []
