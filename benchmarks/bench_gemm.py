@@ -1,4 +1,7 @@
-"""Matrix products with weights: few rows against the bus, many against the tensor cores."""
+"""Matrix products with weights: few rows against the bus, many against the tensor cores.
+
+``--rows 16 64``: those rows of x alone, by all shapes.
+"""
 
 from __future__ import annotations
 
