@@ -750,28 +750,6 @@ def test_wide_tiles_have_an_sm_each(M: int, N: int, options: dict[str, object], 
 @pytest.mark.parametrize(
     ("M", "N", "K", "format", "tile"),
     [
-        (32, 4096, 14336, "int4", (64, 2)),
-        (33, 4096, 14336, "int4", (64, 2)),
-        (32, 6144, 4096, "int4", (64, 2)),
-        (33, 6144, 4096, "int4", (64, 2)),
-        (32, 4096, 14336, "int4_fp8", (64, 2)),
-        (64, 6144, 4096, "int4_fp8", (64, 2)),
-        (32, 8192, 28672, "fp8", (64, 2)),
-        (33, 8192, 28672, "fp8", (128, 2)),
-        (32, 3584, 18944, "fp8_fp8", (56, 2)),
-        (32, 8192, 8192, "dense", (128, 2)),
-    ],
-)
-def test_tiles_of_a_cluster_by_rows(
-    M: int, N: int, K: int, format: str, tile: tuple[int, int]
-) -> None:
-    chosen = plan(M, N, K, hopper=True, format=format, library=False)
-    assert tuple(int(chosen[name]) for name in ("tile_cols", "segments")) == tile
-
-
-@pytest.mark.parametrize(
-    ("M", "N", "K", "format", "tile"),
-    [
         (128, 4096, 4096, "fp8_fp8", (64, 64, 1)),  # the cluster kernel's, of 64 rows
         (192, 4096, 4096, "fp8_fp8", (64, 64, 1)),  # two blocks an SM
         (128, 5120, 5120, "fp8_fp8", (64, 64, 1)),
