@@ -40,9 +40,16 @@ def tile(M: int, N: int, K: int, format: str, **options: Any) -> tuple[int, int]
         (16, 18944, 3584, "fp8_fp8", (72, 1)),  # 264 blocks, two an SM; of 128 rows 148
         (16, 18944, 3584, "int8", (72, 1)),
         (16, 18944, 3584, "dense", (72, 1)),
-        (16, 18944, 3584, "int4", (192, 1)),  # three warpgroups: 99 tiles, one an SM
+        (16, 18944, 3584, "int4", (160, 1)),  # three warpgroups by turns: 119 tiles, one an SM
+        (64, 18944, 3584, "int4", (192, 1)),  # three that share out the rows
         (64, 18944, 3584, "int4_fp8", (192, 1)),
-        (16, 18944, 3584, "fp8", (176, 1)),
+        (16, 18944, 3584, "fp8", (160, 1)),
+        (33, 18944, 3584, "int4_fp8", (192, 1)),
+        (32, 17920, 5120, "int4_fp8", (144, 1)),
+        (16, 28672, 4096, "int4_fp8", (224, 1)),
+        (16, 28672, 4096, "int4", (128, 1)),  # two blocks an SM: registers hold no 224
+        (32, 57344, 8192, "fp8", (224, 1)),  # two in turn
+        (16, 8192, 28672, "int4_fp8", (128, 2)),
         (64, 18944, 3584, "fp8", (224, 1)),  # two terms of x spare the expansion
         (64, 5120, 13824, "int4", (192, 4)),
         (16, 5120, 13824, "fp8_fp8", (80, 2)),
@@ -76,17 +83,37 @@ def test_every_tile_can_be_multiplied(format: str, activation: str) -> None:
     ):
         N = N // 32 * 32
         chosen = plan(M, N, K, format, activation, chained=chained)
-        if chosen["path"] != "cluster" or chosen["tile_cols"] == 224:
+        wide = chosen["tile_cols"] == 224 and M > 32
+        if chosen["path"] != "cluster" or wide:
             continue
         rows, segments = chosen["tile_cols"], chosen["segments"]
         box = rows // 2 if gated else rows
         assert box % (16 if format.startswith("int4") else 8) == 0
-        assert 48 <= rows <= (128 if format in ("dense", "fp8_fp8", "int8") else 192)
+        most = 192 if format in ("int4", "int4_fp8", "fp8") else 128
+        if chosen["shares_stages"]:
+            most = {"int4": 192, "int4_fp8": 256, "fp8": 224}[format]
+        assert 48 <= rows <= most
         assert segments == 1 or segments * 640 <= K
-        if rows > 128 and segments > 1:
+        if (rows > 128 or chosen["shares_stages"]) and segments > 1:
             assert -(-(N // 2 if gated else N) // box) * segments <= SMS
         seen.add(rows)
     assert len(seen) > 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_stages_by_turns_are_of_few_rows_and_weights_that_are_expanded(format: str) -> None:
+    expanded = format in ("int4", "int4_fp8", "fp8")
+    for M, options, expected in (
+        (9, {}, True),
+        (32, {}, True),
+        (33, {}, False),
+        (16, {"dtype": "float16"}, False),
+        (16, {"invariant": True}, False),
+    ):
+        assert plan(M, 18944, 3584, format, **options)["shares_stages"] == (expected and expanded)
+    if format in ("int4", "fp8", "dense"):
+        assert plan(16, 18944, 3584, format, norm=True)["shares_stages"] == 0
+    assert plan(16, 6144, 4096, format)["shares_stages"] == 0  # K cut so often that the end counts
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -177,6 +204,50 @@ def test_products_of_every_tile(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("M", [9, 16, 17, 32])
+@pytest.mark.parametrize(
+    ("N", "K", "format", "rows"),
+    [
+        *((9728, 1280, format, 80) for format in ("int4", "int4_fp8", "fp8")),  # two units
+        *((13856, 1344, format, 112) for format in ("int4", "int4_fp8", "fp8")),  # a tail of K
+        *((17920, 1408, format, 144) for format in ("int4", "int4_fp8", "fp8")),  # three
+        *((18912, 1344, format, 160) for format in ("int4", "int4_fp8", "fp8")),
+        *((28640, 1280, format, 224) for format in ("int4_fp8", "fp8")),  # four; rows behind N
+        (33024, 1280, "int4_fp8", 256),
+        (5120, 13824, "fp8", 176),  # K cut
+        (8192, 16384, "int4_fp8", 128),
+    ],
+)
+def test_products_by_turns(M: int, N: int, K: int, format: str, rows: int) -> None:
+    """Three warpgroups take stages of the tile by turns; its last unit of 64 rows is not whole."""
+    chosen = plan(M, N, K, format)
+    assert chosen["shares_stages"] == 1 and chosen["tile_cols"] == rows
+    x, weight, options, exact = operands(M, N, K, format)
+    bias = torch.randn(N, device="cuda").to(torch.bfloat16)
+    ours = multiply(format, x, weight, bias=bias, **options)
+    exact = exact + bias.double()
+    assert (ours.double() - exact).norm() <= 3e-3 * exact.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("zero_point", [False, True])
+@pytest.mark.parametrize("group", [32, 64, 128, 192, -1])
+@pytest.mark.parametrize(("N", "K"), [(18944, 1536), (4096, 1536)])  # by turns; K cut, 64 rows
+def test_groups_of_every_size(N: int, K: int, group: int, zero_point: bool) -> None:
+    """Scales that come with a stage, and those of all stages at once."""
+    assert plan(16, N, K, "int4")["shares_stages"] == (N == 18944)
+    generator = torch.Generator("cuda").manual_seed(11)
+    x, weight = (
+        torch.randn(rows, K, generator=generator, device="cuda").to(torch.bfloat16)
+        for rows in (16, N)
+    )
+    packed = ops.pack_int4(weight, group, zero_point)
+    exact = x.double() @ packed.dequantize().double().T
+    ours = ops.int4_linear(x, packed)
+    assert (ours.double() - exact).norm() <= 4e-3 * exact.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.sanitize
 @pytest.mark.parametrize(
     ("M", "N", "K", "format"),
@@ -188,6 +259,9 @@ def test_products_of_every_tile(
         (16, 17024, 256, "int4"),
         (33, 17024, 1152, "int4_fp8"),
         (33, 17024, 256, "fp8"),
+        (16, 9728, 1280, "int4"),  # by turns
+        (32, 9728, 1280, "int4_fp8"),
+        (16, 18912, 1280, "fp8"),
     ],
 )
 def test_short_tiles_stay_in_shared_memory(M: int, N: int, K: int, format: str) -> None:

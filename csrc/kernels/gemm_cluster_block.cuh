@@ -12,6 +12,9 @@ constexpr int kPrefetched = 4;
 /// ... and that are still to be requested when the next kernel is let on.
 constexpr int kReleased = 3;
 
+/// Bytes of the scales of all stages, and groups of them, that a block holds at most.
+constexpr int kMostHeld = 48 * 1024, kMostGroups = 256;
+
 /// The kernel of so few rows of x meets them with a norm, by further warps.
 constexpr int kNormTokens = gemm_config::kNormRows;
 
@@ -23,15 +26,16 @@ template <int kTokens, int kGroups>
 constexpr int kBlockThreads = kThreads + (kGroups - 2) * kGroupThreads +
                               (kTokens == kNormTokens ? (kNormWarps - 1) * 32 : 0);
 
-/// Scales and bias of three warpgroups, or of more rows of x than kManyTokens, for which Fixed has
-/// no place; ahead of it.
-constexpr int kFactorRows = 3 * kGroupRows;
+/// Scales and bias of tiles that three warpgroups have, or of more rows of x than kManyTokens, for
+/// which Fixed has no place; ahead of it.
+template <int kUnits>
 struct OwnFactors {
-  alignas(16) float x_scale[kFactorRows], scale[kFactorRows], bias[kFactorRows];
+  static constexpr int kRows = std::max(3, kUnits) * kGroupRows;
+  alignas(16) float x_scale[kRows], scale[kRows], bias[kRows];
 };
-template <int kTokens, int kGroups>
+template <int kTokens, int kGroups, int kUnits>
 constexpr int kFactorBytes =
-    kGroups > 2 || kTokens > kManyTokens ? static_cast<int>(sizeof(OwnFactors)) : 0;
+    kGroups > 2 || kTokens > kManyTokens ? static_cast<int>(sizeof(OwnFactors<kUnits>)) : 0;
 
 /// fn<kRows>() of those rows of x that `rows` is.
 template <int... kRows, class Fn>
@@ -62,9 +66,10 @@ __device__ __forceinline__ void make_barriers(Fixed& fixed, const ClusterParams&
   for (int i = warp; i < kMaxStages; i += warps) {
     if (kFolds) ptx::mbarrier_init(&fixed.raw[i], 2);
     ptx::mbarrier_init(&fixed.full[i], 2);
-    ptx::mbarrier_init(&fixed.empty[i], 4 * params.row_groups);
+    ptx::mbarrier_init(&fixed.empty[i], params.readers);
   }
   if (warp == warps - 1) {
+    ptx::mbarrier_init(&fixed.scaled, 1);
     ptx::mbarrier_init(&fixed.received, 1);
     ptx::mbarrier_expect(&fixed.received, bytes);
     if (kFolds) {
@@ -79,7 +84,7 @@ __device__ __forceinline__ void make_barriers(Fixed& fixed, const ClusterParams&
 /// besides; there are `fewest` of them at least.
 template <class Layout>
 inline void cut_rings(ClusterParams& params, int bytes, int weight_bytes, int more, int fewest) {
-  const int turns = turns_of(params.row_groups);
+  const int turns = params.turns;
   const int both = params.x_bytes + weight_bytes;
   const int stage_bytes = Layout::kApart ? weight_bytes : round_up(both, kStageAlignment);
   // By turns, a stage is always the same warpgroup's: it waits for each of its phases.

@@ -143,6 +143,57 @@ constexpr double time_of(const Shape& shape, std::int32_t rows, std::int32_t seg
   return time;
 }
 
+/// Tiles of which an SM has one, or two in turn, and whose stages three warpgroups share out, so
+/// that 16 weight rows more or less are so much work more or less, where warpgroups that share out
+/// the rows are done when the one is that has 64: of up to 32 rows of x, where weights are expanded.
+/// Returns how many, or 0 where the cut in `config`, of `tiles`, is to stay. A segment more, whose
+/// sums go a longer way, has to spare some stages. H200, us alone, the best of the other cuts and
+/// so, 16 and 32 rows: int4 of 3584 x 18944 15.0, 14.0 and 16.6, 15.8; by e4m3 14.5, 13.1 and 15.3,
+/// 14.3, of 4096 x 28672 21.3, 19.2 and 22.7, 21.5; fp8 by 16 bits of 3584 x 18944 22.0, 20.4 and
+/// 22.8, 20.5, of 5120 x 17920 29.3, 25.9 and 30.2, 26.9; but int4 of 4096 x 6144 6.9, 8.6.
+constexpr std::int32_t cut_by_stages(const Shape& shape, std::int32_t tiles, Config& config) {
+  constexpr std::int32_t kLeastRows = 80, kMostOfFp8 = 224, kMost = 4, kColumns = 1280;
+  constexpr std::int32_t kSpared = 1500;  // rows by stages, of a segment more
+  constexpr std::int32_t kMany = 64;      // stages beside which the end is short
+  constexpr std::int32_t kBusy = 128;     // SMs
+  const bool int4 = shape.format == WeightFormat::kInt4, gated = is_gated(shape.activation);
+  const bool bytes = int4 && meets_bytes(shape);
+  if (shape.M > kRowsByStages || shape.dtype != DType::kBFloat16 || shape.batch_invariant ||
+      !(int4 || (expands_fp8(shape) && shape.scales_products)) ||
+      (shape.normalizes && shape.M <= kNormRows))
+    return 0;
+  const auto work_of = [&](std::int32_t rows, std::int32_t segments, std::int32_t blocks) {
+    return blocks * rows * ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);
+  };
+  const std::int32_t most_rows = int4 && !bytes ? kInt4UnitsByStages * kGroupRows
+                                 : int4         ? 4 * kGroupRows
+                                                : kMostOfFp8;
+  const std::int32_t work =
+      work_of(round_up(config.tile_cols, kGroupRows), config.segments,
+              blocks_per_sm(tiles, config.segments, config.tile_cols));
+  std::int32_t best = 0, chosen = 0;
+  for (std::int32_t rows = kLeastRows; rows <= most_rows; rows += kStripRows) {
+    if (gated && rows % (2 * kStripRows) != 0) continue;
+    const std::int32_t count = ceil_div(gated ? shape.N / 2 : shape.N, gated ? rows / 2 : rows);
+    for (std::int32_t segments = 1; segments <= kMost && segments * kColumns <= shape.K;
+         ++segments) {
+      const std::int32_t blocks = ceil_div(count, kClusters[segments - 1]);
+      if (blocks > (segments > 1 || (int4 && !bytes) ? 1 : 2)) continue;
+      if (segments > 1 && rows > 3 * kGroupRows) continue;
+      const std::int32_t own = work_of(rows, segments, blocks), spared = work - own;
+      const bool is_long = bytes && ceil_div(shape.K, 2 * kBlockCols) >= kMany * segments;
+      const std::int32_t least = segments > 1 && !is_long ? kSpared : int4 && !bytes ? 1 : 0;
+      // Ends cost something, too; and tiles for every SM wait for the last of the kernel ahead.
+      const std::int32_t more = count * segments > kBusy * blocks ? 2 : 1;
+      const std::int32_t cost = work_of(rows + more * kStripRows, segments, blocks);
+      if (spared < least || (chosen > 0 && cost > best)) continue;
+      best = cost, chosen = count;
+      config.tile_cols = rows, config.segments = segments, config.shares_stages = true;
+    }
+  }
+  return chosen;
+}
+
 /// Tile and segments of K of the cluster kernel. Clusters of up to six blocks, since of seven 32 do
 /// not always run at once, and 640 columns a block at least. Where a weight is expanded a tile of
 /// fewer rows than its warpgroups have spares nothing; else some rows decide whether the last tiles
@@ -193,7 +244,8 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
                             shape.dtype == DType::kBFloat16 && !shape.normalizes;
   if (may_be_three)
     for (const std::int32_t rows : {kBroadCols - kStripRows, kBroadCols}) consider(rows);
-  return chosen;
+  const std::int32_t by_stages = cut_by_stages(shape, chosen, config);
+  return by_stages > 0 ? by_stages : chosen;
 }
 
 }  // namespace ridgeline::gemm_config

@@ -36,9 +36,9 @@ void plan_stores(ClusterParams& params, int threads, int bytes) {
   const GemmParams& p = params.gemm;
   params.plain = stores_vectors(p, sizeof(T));
   if (!params.plain || !p.residual) return;
-  const int turns = turns_of(params.row_groups), step = threads / (params.box_rows / kEach);
-  const int sums =
-      turns * params.rows_held * pitch_of_sums(params.row_groups) * static_cast<int>(sizeof(float));
+  const int step = threads / (params.box_rows / kEach);
+  const int sums = params.turns * params.rows_held * pitch_of_sums(params.row_groups) *
+                   static_cast<int>(sizeof(float));
   const int residual =
       ceil_div(params.rows_each, step) * threads * kEach * static_cast<int>(sizeof(T));
   params.plain = sums + residual <= bytes;
@@ -63,7 +63,6 @@ struct Finish {
 
   __device__ int columns() const { return params.row_groups * kGroupRows; }
   __device__ int pitch() const { return pitch_of_sums(params.row_groups); }
-  __device__ int turns() const { return turns_of(params.row_groups); }
 
   /// Scales of the rows of x, but where they meet their norm, and scale and bias of the tile's
   /// weight rows, one a thread.
@@ -100,7 +99,9 @@ struct Finish {
   __device__ float4 sum_of(int m, int column) const {
     const float* from = sums + m * pitch() + column;
     float4 sum = *reinterpret_cast<const float4*>(from);
-    if (turns() == 2) add(sum, *reinterpret_cast<const float4*>(from + params.rows_held * pitch()));
+#pragma unroll 1
+    for (int turn = 1; turn < params.turns; ++turn)
+      add(sum, *reinterpret_cast<const float4*>(from += params.rows_held * pitch()));
     return sum;
   }
 
@@ -110,15 +111,16 @@ struct Finish {
 
   /// The sums of rows that other blocks finish, to those.
   __device__ void send() const {
-    const int per_row = columns() / kEach;
-    const int column = threadIdx.x % per_row * kEach;
+    const int per_row = columns() / kEach, step = threads / per_row;
+    const int column = threadIdx.x % per_row * kEach, row = threadIdx.x / per_row;
+    if (row >= step) return;
 #pragma unroll 1
     for (int s = 1; s < blocks; ++s) {
       const int owner = rank + s < blocks ? rank + s : rank + s - blocks;
       const int begin = owner * params.rows_each, end = min(begin + params.rows_each, rows);
       const int from = rank < owner ? rank : rank - 1;
 #pragma unroll 1
-      for (int m = begin + threadIdx.x / per_row; m < end; m += threads / per_row)
+      for (int m = begin + row; m < end; m += step)
         ptx::put_in_block(inbox(from, m - begin, column), sum_of(m, column), &fixed.received,
                           owner);
     }

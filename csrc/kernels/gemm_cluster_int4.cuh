@@ -19,33 +19,41 @@ __device__ __forceinline__ void add_scaled(float (&sums)[kAll][4], const float (
 
 template <class T, class Layout>
 struct Int4 {
-  const ClusterParams& params;
+  const ClusterParams* params;
   int lane;
-  int words, scales, zeros;  // bytes from Stage::weight
+  int words, scales, zeros;  // bytes from Stage::weight, and from where scales are
 
-  __device__ Int4(const ClusterParams& params, int unit, int warp, int lane)
-      : params(params), lane(lane) {
-    const int r = unit * kGroupRows + warp * kStripRows + lane / 4;
+  __device__ Int4() {}
+  __device__ Int4(const ClusterParams& params, int strip, int lane)
+      : params(&params), lane(lane) {
+    const int r = strip * kStripRows + lane / 4;
     const int box = params.paired && r >= params.box_rows ? 1 : 0, at = r - box * params.box_rows;
-    words = params.weights_at + unit * Layout::kWeightBytes + warp * 1024 + lane * 16;
-    scales = params.weights_at + Layout::scales_at(box, params) + at * 2;
-    zeros = params.weights_at + Layout::zeros_at(box, params) + at;
+    words = params.weights_at + strip * kStripRows * Layout::kRowOfWeight + lane * 16;
+    scales = Layout::scales_at(box, params) + at * 2;
+    zeros = Layout::zeros_at(box, params) + at;
   }
+
+  /// Where the scales of a stage begin.
+  struct Scales {
+    const char* at;
+    int before;  // rows' worth of other groups, ahead of its own
+  };
 
   /// Scale and zero point of the thread's row r or r + 8, of group `g` of the stage.
-  __device__ T scale_of(const char* weight, int g, int r) const {
-    return (reinterpret_cast<const T*>(weight + scales) + g * params.box_rows)[8 * r];
+  __device__ T scale_of(const Scales& of, int g, int r) const {
+    return (reinterpret_cast<const T*>(of.at + scales) + of.before + g * params->box_rows)[8 * r];
   }
-  __device__ std::uint32_t zero_of(const char* weight, int g, int r) const {
-    if (!params.gemm.weight.zeros) return Int4Layout::kSymmetricZero;
-    return static_cast<std::uint8_t>((weight + zeros + g * params.box_rows)[8 * r]);
+  __device__ std::uint32_t zero_of(const Scales& of, int g, int r) const {
+    if (!params->gemm.weight.zeros) return Int4Layout::kSymmetricZero;
+    return static_cast<std::uint8_t>(
+        (of.at + zeros + of.before + g * params->box_rows)[8 * r]);
   }
 
   template <bool kZeros>
-  __device__ device::Int4Rows<T, kZeros> rows_of(const char* weight, int g) const {
+  __device__ device::Int4Rows<T, kZeros> rows_of(const Scales& of, int g) const {
     device::Int4Rows<T, kZeros> rows;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) rows.set(r, scale_of(weight, g, r), zero_of(weight, g, r));
+    for (int r = 0; r < 2; ++r) rows.set(r, scale_of(of, g, r), zero_of(of, g, r));
     return rows;
   }
 
@@ -53,8 +61,8 @@ struct Int4 {
   /// `at`, of which the last that there is may be before.
   __device__ int group_of(int into, int at, int last) const {
     int g = 0;
-    for (int next = params.gemm.weight.group; into + min(at, last) >= next;
-         next += params.gemm.weight.group)
+    for (int next = params->gemm.weight.group; into + min(at, last) >= next;
+         next += params->gemm.weight.group)
       ++g;
     return g;
   }
@@ -96,10 +104,9 @@ struct Int4 {
   }
 
   /// Scales of those operands, of the thread's two rows.
-  __device__ float2 e4m3_scales(const char* weight) const {
-    const T* of_rows = reinterpret_cast<const T*>(weight + scales);
-    return {device::to_float(of_rows[0]) * device::kInt4AsE4m3Unit,
-            device::to_float(of_rows[8]) * device::kInt4AsE4m3Unit};
+  __device__ float2 e4m3_scales(const Scales& of) const {
+    return {device::to_float(scale_of(of, 0, 0)) * device::kInt4AsE4m3Unit,
+            device::to_float(scale_of(of, 0, 1)) * device::kInt4AsE4m3Unit};
   }
 };
 

@@ -15,7 +15,8 @@ namespace ridgeline::gemm_cluster {
 /// Grid: (segments of K, tiles of kTokens rows of x, tiles of 48 to 192 weight rows); the segments
 /// of a tile are a cluster. Two warps request stages of 64 or 128 columns of the tile and of its
 /// rows of x; kGroups warpgroups, two or three, multiply 64 weight rows by 16 to 176 rows of x: of
-/// a longer tile the second has the rows from 64 on, those of up to 64 take stages by turns. The
+/// a longer tile the second has the rows from 64 on, those of up to 64 take stages by turns, and so
+/// do three those of kUnits times 64, if that is not 0, the last of which may not be whole. The
 /// weight is wgmma's operand of 64 rows: 16-bit floats, and fp8 with an fp8 x, from shared memory,
 /// the others expanded into registers; what is behind a tile's last row is multiplied and left. At
 /// the end each block adds up, in order, some rows of x, of which its neighbours send it their
@@ -23,7 +24,7 @@ namespace ridgeline::gemm_cluster {
 /// columns anew. The kernel of 16 rows of x has three warps that meet it with its norm, and request
 /// the first of it, in place of one. Roofline: the weight's bytes, once; x comes from L2, once a
 /// tile and segment.
-template <class T, class E, class Layout, int kGroups>
+template <class T, class E, class Layout, int kGroups, int kUnits>
 __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
                                   (kBlocks<Layout::kFormat, Layout::kTokens, kGroups>))
     cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
@@ -72,31 +73,32 @@ __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
     }
   } else {
     ptx::wait_for_dependencies();
-    const int groups = params.row_groups, turn = groups == 1 ? warp / 4 : 0;
-    const int unit = groups == 1 ? 0 : warp / 4;
+    const int turn = params.turns > 1 ? warp / 4 : 0, unit = params.turns > 1 ? 0 : warp / 4;
     Finish<T> finish{params, fixed, reinterpret_cast<float*>(ring),
                      reinterpret_cast<float4*>(received), first, row0, m};
-    if constexpr (kFactorBytes<kTokens, kGroups> > 0) {
-      auto& own = reinterpret_cast<OwnFactors*>(&fixed)[-1];
+    if constexpr (kFactorBytes<kTokens, kGroups, kUnits> > 0) {
+      auto& own = reinterpret_cast<OwnFactors<kUnits>*>(&fixed)[-1];
       finish.x_scale = own.x_scale, finish.scale = own.scale, finish.bias = own.bias;
       finish.threads = kMultipliers;
     }
     finish.bring_factors(up_first);
-    const int in_tile = unit * kGroupRows + warp % 4 * kStripRows;
+    const Strips strips = kUnits > 0 ? Strips::of(params, warp % 4, turn)
+                                     : Strips{unit * 4 + warp % 4, true};
+    const int in_tile = strips.last * kStripRows;
     const auto row_of = [&](int i) {
       return params.paired && i >= params.box_rows ? up_first + i - params.box_rows : first + i;
     };
-    Consumer<T, E, Layout, (kGroups > 2)> consumer{
-        params, unit, warp % 4, lane,
+    Consumer<T, E, Layout, kGroups, kUnits> consumer{
+        params, unit, warp % 4, lane, strips,
         {row_of(in_tile), row_of(in_tile + 8)}};
-    consumer.run(fixed, ring, begin, count, turn, turns_of(groups));
+    consumer.run(fixed, ring, begin, count, turn, params.turns);
     if (params.by_turns) {
       ptx::cluster_wait();  // the barriers of both blocks are made
       const auto end = [&]<int kOctets>() {
         char* stages = ring + (Layout::kApart ? params.weights_at : 0);
         const TurnsEnd<T, kOctets, kFolds> turns{
             params, fixed, stages, reinterpret_cast<float4*>(received), first, row0, m};
-        turns.run(consumer.sums);
+        turns.run(consumer.sums[0]);
       };
       if constexpr (kTokens == 64) {
         end.template operator()<8>();
@@ -109,7 +111,10 @@ __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
     }
     ptx::named_barrier_sync(1, kMultipliers);  // every consumer has read its last stage
     finish.request_residual();
-    finish.keep(consumer.sums, turn, in_tile);
+#pragma unroll
+    for (int u = 0; u < std::max(kUnits, 1); ++u)
+      if (consumer.has_strip(u))
+        finish.keep(consumer.sums[u], turn, consumer.strip_of(u) * kStripRows);
     ptx::named_barrier_sync(1, kMultipliers);  // the block's sums are whole
     if (segments > 1) {
       ptx::cluster_wait();  // the barriers of all blocks are made

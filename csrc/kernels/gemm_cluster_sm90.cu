@@ -12,7 +12,7 @@ namespace {
 
 using namespace gemm_cluster;
 
-template <class T, class E, class Layout, int kGroups = 2>
+template <class T, class E, class Layout, int kGroups = 2, int kUnits = 0>
 void launch(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   constexpr WeightFormat kFormat = Layout::kFormat;
   constexpr bool kFp8X = Layout::kFp8X;
@@ -25,6 +25,10 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.paired = is_gated(p.activation);
   params.tile_rows = config.tile_cols;
   params.row_groups = ceil_div(config.tile_cols, kGroupRows);
+  check(kUnits == 0 || params.row_groups == kUnits, "linear: no tiles of ", config.tile_cols,
+        " weight rows");
+  params.turns = kUnits > 0 || params.row_groups == 1 ? kGroups : 1;
+  params.readers = 4 * (params.turns > 1 ? 1 : params.row_groups);
   params.x_box = round_up(rows, 8) * kRowBytes;
   params.x_bytes = Layout::kXBoxes * params.x_box;
   params.box_rows = config.tile_cols / (params.paired ? 2 : 1);
@@ -50,7 +54,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // rows of int4 behind a norm of 32 blocks, us: 4096 x 6144 14.8 and 9.9, 4096 x 4096 9.3 and 7.3;
   // where this kernel follows itself 6.7 and, without blocks of the next one beside it, 8.3.
   const bool one_each = tiles <= gemm_config::kClusters[segments - 1];
-  if constexpr (Layout::kMayHaveXRing)
+  if constexpr (Layout::kMayHaveXRing && kUnits == 0)
     if (one_each && !p.weights_ready && p.M > 16)
       return launch<T, E, typename Layout::WithXRing, kGroups>(p, config, stream);
   // Sums of 128 rows and those of a neighbour do not fit half of it.
@@ -71,7 +75,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.rows_each = ceil_div(rows, segments);
   // Half of a warpgroup's sums go through a stage of its own.
   constexpr int kGiven = kTokens / 16 * kGroupThreads * static_cast<int>(sizeof(float4));
-  params.by_turns = kTokens <= 64 &&
+  params.by_turns = kTokens <= 64 && kUnits == 0 && kGroups == 2 &&
                     (!Layout::kApart || params.tile_rows * Layout::kRowOfWeight >= kGiven) &&
                     ends_by_turns(p, params.row_groups, segments, sizeof(T));
   const int received = received_bytes<kTokens>(params, segments, params.rows_each);
@@ -81,18 +85,33 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
     params.stage_groups = group % kCols == 0 || group >= p.K ? 1
                           : kCols % group == 0               ? kCols / group
                                                              : (kCols - 2) / group + 2;
-    const int bytes = params.stage_groups * params.box_rows;
+    const bool one_group = group >= p.K;
+    const int all_groups = one_group ? 1 : ceil_div(params.steps, segments);
+    // Blocks that have all of K began later: H200, us, alone, 16 rows of 4096 x 28672, scales by
+    // the stage and so, 21.0 and 21.9, by e4m3 21.9 and 22.9.
+    const bool fit = all_groups <= kMostGroups &&
+                     all_groups * params.tile_rows * 3 <= (shares ? kMostHeld / 2 : kMostHeld);
+    if (Layout::kMayHold && segments > 1 && fit && (one_group || group == kCols)) {
+      params.held_groups = all_groups;
+      params.held_step = one_group ? 0 : params.box_rows;
+    }
+    const int bytes = std::max(params.stage_groups, params.held_groups) * params.box_rows;
     params.scale_bytes = round_up(2 * bytes, kBoxAlignment);
     params.zero_bytes = p.weight.zeros ? round_up(bytes, kBoxAlignment) : 0;
   }
-  const int weight_bytes = params.tile_rows * Layout::kRowOfWeight +
-                           (params.paired ? 2 : 1) * (params.scale_bytes + params.zero_bytes);
+  const int scale_bytes = (params.paired ? 2 : 1) * (params.scale_bytes + params.zero_bytes);
+  const int held_bytes = params.held_groups > 0 ? scale_bytes : 0;
+  const int weight_bytes = params.tile_rows * Layout::kRowOfWeight + scale_bytes - held_bytes;
   // The last operand of a short tile reaches over the last stage: not out of shared memory.
-  const int behind = kFixedBytes + kFactorBytes<kTokens, kGroups> + received;
+  const int own = kFixedBytes + kFactorBytes<kTokens, kGroups, kUnits>;
+  const int behind = own + received + held_bytes;
+  if (held_bytes > 0) params.held_at = params.shared_bytes - own - held_bytes;
   const int over = (params.row_groups * kGroupRows - params.tile_rows) * Layout::kRowOfWeight;
   cut_rings<Layout>(params, params.shared_bytes - std::max(behind, over), weight_bytes,
                     kFolds ? Layout::kNormBytes : 0,
-                    params.row_groups == 1 ? 4 : kFolds ? kNormWarps : 2);
+                    params.turns > 1 ? 2 * params.turns : kFolds ? kNormWarps : 2);
+  check(params.turns * params.rows_held * pitch_of_sums(params.row_groups) * 4 <= params.ring_bytes,
+        "linear: no room for the sums of ", params.turns, " warpgroups");
   plan_stores<T>(params, kGroups * kGroupThreads, params.ring_bytes);
   params.prefetched = shares                 ? params.stages / 2
                       : Layout::kExpandsInt4 ? 0
@@ -140,7 +159,8 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
                                  .rows = ceil_div(p.K, group),
                                  .cols = p.N,
                                  .stride = p.N},
-                                params.stage_groups, params.box_rows, false, kPromotion);
+                                std::max(params.stage_groups, params.held_groups),
+                                params.box_rows, false, kPromotion);
     };
     params.scales = map(p.weight.scales, 2);
     if (p.weight.zeros) params.zeros = map(p.weight.zeros, 1);
@@ -155,7 +175,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   }
   check(grid.z <= 65535, "linear: weight rows must be at most ", 65535 * params.box_rows,
         ", got ", p.N);
-  device::launch_chained<cluster_sm90_kernel<T, E, Layout, kGroups>>(
+  device::launch_chained<cluster_sm90_kernel<T, E, Layout, kGroups, kUnits>>(
       grid, dim3(kBlockThreads<kTokens, kGroups>), params.shared_bytes, stream, params,
       "linear: cluster", segments);
 }
@@ -190,6 +210,24 @@ void launch_norm(const GemmParams& p, const gemm_config::Config& config, Stream 
   if (p.weight.format == kInt4)
     return launch<T, T, StageLayout<kInt4, false, kNormTokens>>(p, config, stream);
   launch<T, T, StageLayout<kFp8, false, kNormTokens>>(p, config, stream);
+}
+
+/// Up to 32 rows of x by weights that are expanded: three warpgroups share out the stages of a tile
+/// of up to kUnits times 64 weight rows.
+template <int kUnits>
+void launch_units(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  using enum WeightFormat;
+  using T = __nv_bfloat16;
+  constexpr int kRows = gemm_config::kRowsByStages;
+  if (p.weight.format == kFp8)
+    return launch<T, T, StageLayout<kFp8, false, kRows>, 3, kUnits>(p, config, stream);
+  if (p.x.dtype == DType::kFloat8E4M3)
+    return launch<T, std::uint8_t, StageLayout<kInt4, true, kRows>, 3, kUnits>(p, config, stream);
+  if constexpr (kUnits <= gemm_config::kInt4UnitsByStages) {
+    return launch<T, T, StageLayout<kInt4, false, kRows>, 3, kUnits>(p, config, stream);
+  } else {
+    check(false, "linear: no tiles of ", config.tile_cols, " rows of int4");
+  }
 }
 
 /// Tiles of three warpgroups: of weights that are expanded, more than few rows of int4 alone.
@@ -234,6 +272,10 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
 }  // namespace
 
 void launch_cluster(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  if (config.shares_stages)
+    return dispatch_rows<2, 3, 4>(ceil_div(config.tile_cols, kGroupRows), [&]<int kUnits>() {
+      launch_units<kUnits>(p, config, stream);
+    });
   if (config.tile_cols == gemm_config::kWideCols) return launch_wide(p, stream);
   if (config.tile_cols > 2 * kGroupRows) return launch_broad(p, config, stream);
   if (p.dtype == DType::kFloat16) return launch_rows<__half>(p, config, stream);

@@ -19,6 +19,7 @@ inline std::string to_text(const Config& config) {
          " tail=" + std::to_string(config.tail) +
          " tails=" + std::to_string(config.tails) + " even=" + std::to_string(config.even) +
          " splits_x=" + std::to_string(config.splits_x) +
+         " shares_stages=" + std::to_string(config.shares_stages) +
          " rest=" + std::to_string(config.rest.cols);
 }
 

@@ -17,7 +17,7 @@ constexpr bool is_crowded(const Shape& shape) {
   constexpr double kMuch = 1.4;
   Config config{};
   const std::int32_t tiles = cut_for_cluster(shape, config), high = config.tile_cols;
-  if (high > 2 * kGroupRows) return true;
+  if (high > 2 * kGroupRows && !config.shares_stages) return true;
   const double rows = blocks_per_sm(tiles, config.segments, high) * high;
   return rows * shape.sms > kMuch * config.segments * shape.N;
 }
@@ -54,11 +54,14 @@ constexpr std::int32_t digits_rows(const Shape& shape) {
 /// bf16, 2 rows of 4096 x 4096 10.1 and 9.2, 14336 x 4096 29.1 and 27.7, but of 4096 x 28672 53.3
 /// and 54.8; a layer, 2, 4 and 8 rows, 109.2 and 106.3 so, 111.7 and 107.4, 114.0 and 109.7.
 ///
-/// Where tiles fill the SMs badly strips keep 8: fp8 by bf16 of 3584 x 18944 19.6 and 21.7. A
-/// narrow bf16 weight leaves most SMs idle either way, and strips end sooner: 4 and 8 rows of 2048
-/// x 64 2.6, 3.2 and 3.5, of 4096 x 256 4.0, 4.9 and 5.1, of 2048 x 1024 2.9, 3.8 and 3.8, chained
-/// 2.4, 3.6 and 3.1; but of much K, which the cluster kernel cuts, 8 rows of 7168 x 256 7.6 and
-/// 6.1, 1 and 4 of 14336 x 1024 10.2, 11.7 and 9.4, 11.0.
+/// Where tiles fill the SMs badly strips keep 8; where its warpgroups share out stages the cluster
+/// kernel's fill them: 8 rows of fp8 by bf16 of 5120 x 13824 21.4 and 20.3, of 8192 x 57344 125.9
+/// and 116.9, of 3584 x 18944 19.5 and 19.9.
+///
+/// A narrow bf16 weight leaves most SMs idle either way, and strips end sooner: 4 and 8 rows of
+/// 2048 x 64 2.6, 3.2 and 3.5, of 4096 x 256 4.0, 4.9 and 5.1, of 2048 x 1024 2.9, 3.8 and 3.8,
+/// chained 2.4, 3.6 and 3.1; but of much K, which the cluster kernel cuts, 8 rows of 7168 x 256 7.6
+/// and 6.1, 1 and 4 of 14336 x 1024 10.2, 11.7 and 9.4, 11.0.
 /// Alone, 8 by 8 bits, strips that leave no SM idle take less by up to 4 rows: 2 and 4 of 3584 x
 /// 18944 17.7, 16.9 and the cluster kernel 19.0, 19.1, but chained 18.1, 18.2 and 16.9, 17.0.
 constexpr std::int32_t strips_rows(const Shape& shape) {

@@ -28,6 +28,8 @@ constexpr int kNormRows = 16;       // of x that the cluster kernel folds a norm
 constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
 constexpr int kWideCols = 224;   // weight rows of the cluster kernel's wide tiles
 constexpr int kBroadCols = 192;  // and of its broad ones, of three warpgroups, at most
+constexpr int kRowsByStages = 32;    // the most of x where three take stages by turns, ...
+constexpr int kInt4UnitsByStages = 3;  // ... and times 64 weight rows of int4 by 16-bit x
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kCodesCols = 16384;   // columns of a row whose codes the strips kernel makes
 constexpr int kGateCols = 224;   // weight rows of fp8 by fp8's tiles of gates and ups
@@ -124,6 +126,7 @@ struct Config {
   std::int32_t tile_cols;  // of the weight, in Hopper's kernels that have tiles of it
   bool fused;              // the epilogue is in the product's kernel
   bool splits_x = false;   // kCluster: x becomes two terms of e4m3 first
+  bool shares_stages = false;  // kCluster: three warpgroups take stages of whole tiles by turns
   std::int32_t tail = 0;   // kExpand: last stages of each tile that blocks besides multiply ahead
   std::int32_t tails = 0;  // ... each of so many tiles
   bool even = false;       // kExpand: blocks multiply as many stages each, parts of tiles too

@@ -154,6 +154,7 @@ void launch(const GemmParams& p, Stream stream) {
   params.paired = is_gated(p.activation);
   params.tile_rows = gemm_config::kWideCols;
   params.row_groups = kSumsOfRow;
+  params.turns = 1;
   params.box_rows = params.tile_rows / (params.paired ? 2 : 1);
   params.x_box = x_rows * kRowBytes;
   params.second_term = kTerms > 1 ? params.x_box / kTerms : 0;
