@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from gemm_choice import choice_of
 from ridgeline import ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -401,25 +402,9 @@ def test_expanded_rows_and_weights() -> None:
 # ---- The choice of kernel, without a GPU -------------------------------------------------------
 
 
-def plan(
-    M: int,
-    N: int,
-    K: int,
-    *,
-    dtype: str = "bfloat16",
-    format: str = "dense",
-    activation: str = "none",
-    library: bool = True,
-    invariant: bool = False,
-    hopper: bool = False,
-    chained: bool = False,
-    norm: bool = False,
-) -> dict[str, str]:
-    text = torch.ops.ridgeline.gemm_plan(
-        M, N, K, dtype, format, activation, library, invariant, hopper, chained, norm
-    )
-    path, *fields = text.split()
-    return {"path": path, **dict(field.split("=") for field in fields)}  # fmt: skip
+def plan(M: int, N: int, K: int, **options: Any) -> dict[str, Any]:
+    """Of any GPU, but where ``hopper`` is said."""
+    return choice_of(M, N, K, **({"hopper": False} | options))
 
 
 @pytest.mark.parametrize(
@@ -498,7 +483,7 @@ def plan(
     ],
 )
 def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
-    assert plan(M, 4096, 4096, **options)["path"] == path  # type: ignore[arg-type]
+    assert plan(M, 4096, 4096, **options)["path"] == path
 
 
 @pytest.mark.parametrize(
@@ -607,7 +592,7 @@ def test_one_row_of_a_weight_that_registers_hold(N: int, K: int, format: str, pa
 )
 def test_rows_that_registers_hold(M: int, K: int, norm: bool, path: str, segments: int) -> None:
     chosen = plan(M, 28672 if K < 8192 else 3584, K, hopper=True, format="int4", norm=norm)
-    assert (chosen["path"], int(chosen["segments"])) == (path, segments)
+    assert (chosen["path"], chosen["segments"]) == (path, segments)
 
 
 @pytest.mark.gpu
@@ -664,8 +649,8 @@ def test_segments_of_batch_invariant_products(N: int, K: int, segments: int) -> 
     """The same in both kernels, neither of which may then take stages by turns."""
     for M, path in ((1, "cluster"), (64, "cluster"), (300, "grouped")):
         chosen = plan(M, N, K, hopper=True, invariant=True)
-        assert (chosen["path"], int(chosen["segments"])) == (path, segments)
-        assert int(chosen["tile_cols"]) > 64
+        assert (chosen["path"], chosen["segments"]) == (path, segments)
+        assert chosen["tile_cols"] > 64
 
 
 @pytest.mark.parametrize("format", ["int4", "int4_fp8", "fp8", "fp8_fp8", "int8"])
@@ -679,8 +664,8 @@ def test_cuts_of_batch_invariant_quantised_products(
     cuts = set()
     for M in (1, 16, 33, 64, 65, 300, 5000):
         chosen = plan(M, N, K, hopper=True, **options)
-        assert chosen["path"] == "cluster" and chosen["tile_cols"] in ("112", "128")
-        assert chosen["splits_x"] == "0"
+        assert chosen["path"] == "cluster" and chosen["tile_cols"] in (112, 128)
+        assert chosen["splits_x"] == 0
         cuts.add((chosen["tile_cols"], chosen["segments"]))
     assert len(cuts) == 1
 
@@ -692,7 +677,7 @@ def test_cuts_of_batch_invariant_quantised_products(
 def test_kernels_of_batch_invariant_gated_products(M: int, path: str) -> None:
     """All with K whole."""
     chosen = plan(M, 28672, 4096, hopper=True, invariant=True, activation="silu_mul")
-    assert (chosen["path"], int(chosen["segments"])) == (path, 1)
+    assert (chosen["path"], chosen["segments"]) == (path, 1)
 
 
 def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
@@ -719,7 +704,7 @@ def test_rows_that_shared_memory_cannot_hold_are_split_over_a_cluster() -> None:
 )
 def test_a_cluster_fills_the_machine(N: int, K: int, format: str, tile: tuple[int, int]) -> None:
     chosen = plan(64, N, K, hopper=True, format=format)
-    assert tuple(int(chosen[name]) for name in ("tile_cols", "segments")) == tile
+    assert tuple(chosen[name] for name in ("tile_cols", "segments")) == tile
 
 
 @pytest.mark.parametrize(
@@ -741,11 +726,11 @@ def test_a_cluster_fills_the_machine(N: int, K: int, format: str, tile: tuple[in
     ],
 )
 def test_wide_tiles_have_an_sm_each(M: int, N: int, options: dict[str, object], wide: str) -> None:
-    chosen = plan(M, N, 4096, hopper=True, **options)  # type: ignore[arg-type]
+    chosen = plan(M, N, 4096, hopper=True, **options)
     assert chosen["path"] == "cluster"
-    is_wide = chosen["tile_cols"] == "224" and chosen["shares_stages"] == "0"
+    is_wide = chosen["tile_cols"] == 224 and chosen["shares_stages"] == 0
     assert is_wide == bool(wide)
-    assert (chosen["splits_x"] == "1") == (wide == "split")
+    assert (chosen["splits_x"] == 1) == (wide == "split")
 
 
 @pytest.mark.parametrize(
@@ -788,7 +773,7 @@ def test_tiles_fill_the_machine(
     M: int, N: int, K: int, format: str, tile: tuple[int, int, int]
 ) -> None:
     chosen = plan(M, N, K, hopper=True, format=format)
-    assert tuple(int(chosen[name]) for name in ("tile_rows", "tile_cols", "segments")) == tile
+    assert tuple(chosen[name] for name in ("tile_rows", "tile_cols", "segments")) == tile
 
 
 def test_tiles_of_gates_fill_the_machine() -> None:
@@ -797,16 +782,16 @@ def test_tiles_of_gates_fill_the_machine() -> None:
         assert chosen["path"] == "fp8"
         return chosen["tile_cols"]
 
-    assert [cols(M, activation="silu_mul") for M in (128, 256, 512)] == ["224"] * 3
-    assert cols(4096, activation="silu_mul") == "256"  # as many waves, which hold more
-    assert cols(128) == cols(128, activation="gelu_mul") == "256"
-    assert cols(128, activation="silu_mul", dtype="float16") == "256"
+    assert [cols(M, activation="silu_mul") for M in (128, 256, 512)] == [224] * 3
+    assert cols(4096, activation="silu_mul") == 256  # as many waves, which hold more
+    assert cols(128) == cols(128, activation="gelu_mul") == 256
+    assert cols(128, activation="silu_mul", dtype="float16") == 256
 
 
 def test_small_grids_are_split_and_large_ones_are_not() -> None:
-    assert plan(32, 4096, 4096)["split"] == "1"
-    assert plan(4096, 4096, 4096, library=False)["split"] == "0"
-    assert plan(32, 28672, 4096)["segments"] == "1"
+    assert plan(32, 4096, 4096)["split"] == 1
+    assert plan(4096, 4096, 4096, library=False)["split"] == 0
+    assert plan(32, 28672, 4096)["segments"] == 1
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -882,7 +867,7 @@ def test_a_cluster_of_two_ends_with_the_same_bits(
     for chained in (False, True):
         options: dict[str, Any] = {"dtype": str(dtype).removeprefix("torch."), "chained": chained}
         chosen = plan(M, N, K, hopper=True, format=kind, **options)
-        assert (chosen["path"], chosen["tile_cols"], chosen["segments"]) == ("cluster", "64", "2")
+        assert (chosen["path"], chosen["tile_cols"], chosen["segments"]) == ("cluster", 64, 2)
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> Tensor:

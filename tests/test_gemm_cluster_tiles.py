@@ -10,22 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gemm_choice import choice_of
 from ridgeline import ops
 
 SMS = 132
 FORMATS = ["dense", "int4", "int4_fp8", "fp8", "fp8_fp8", "int8"]
 
 
-def plan(M: int, N: int, K: int, format: str, activation: str = "none", **options: Any) -> dict:
-    """What the op takes on an H200, as numbers but for the path. ``options``: dtype, invariant,
-    chained, norm."""
-    given = {"dtype": "bfloat16", "invariant": False, "chained": False, "norm": False} | options
-    text = torch.ops.ridgeline.gemm_plan(
-        *(M, N, K, given["dtype"], format, activation, False, given["invariant"], True),
-        *(given["chained"], given["norm"]),
-    )
-    path, *fields = text.split()
-    return {"path": path} | {name: int(value) for name, value in (f.split("=") for f in fields)}
+def plan(
+    M: int, N: int, K: int, format: str, activation: str = "none", **options: Any
+) -> dict[str, Any]:
+    """What the op takes on an H200 without the library."""
+    return choice_of(M, N, K, format, activation=activation, library=False, **options)
 
 
 def tile(M: int, N: int, K: int, format: str, **options: Any) -> tuple[int, int]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from gemm_choice import choice_of
 from ridgeline import ops
 
 # M, N, K, and who multiplies a tile: one block, several a segment of K, another its tail, or two
@@ -48,23 +49,20 @@ SHARED = [
 ]
 
 
-def plan(M: int, N: int, K: int, format: str = "int4", sms: int = 132) -> dict[str, str]:
-    text = torch.ops.ridgeline.gemm_plan(
-        M, N, K, "bfloat16", format, "none", True, False, True, False, False, sms
-    )
-    path, *fields = text.split()
-    assert path in ("expand", "expand_to_fp8", "cluster")
-    return {"path": path, **dict(field.split("=") for field in fields)}
+def plan(M: int, N: int, K: int, format: str = "int4", sms: int = 132) -> dict[str, Any]:
+    chosen = choice_of(M, N, K, format, sms=sms)
+    assert chosen["path"] in ("expand", "expand_to_fp8", "cluster")
+    return chosen
 
 
-def who(chosen: dict[str, str]) -> str:
+def who(chosen: dict[str, Any]) -> str:
     if chosen["path"] == "cluster":
         return "cluster"
-    if chosen["rest"] != "0":
+    if chosen["rest"] != 0:
         return "rest"
-    if chosen["even"] == "1":
+    if chosen["even"] == 1:
         return "even"
-    return "tail" if chosen["tail"] != "0" else "segments" if chosen["segments"] != "1" else "whole"
+    return "tail" if chosen["tail"] != 0 else "segments" if chosen["segments"] != 1 else "whole"
 
 
 @pytest.mark.parametrize(("M", "N", "K", "expected"), [*SHARED, (4096, 4096, 4096, "whole")])

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 import ridgeline
+from gemm_choice import choice_of
 from ridgeline import ops
 
 F = torch.nn.functional
 
 
 def path_of(M: int, N: int, K: int, activation: str, dtype: str = "bfloat16") -> str:
-    text = torch.ops.ridgeline.gemm_plan(M, N, K, dtype, "dense", activation, True, False, True)
-    return str(text.split()[0])
+    return str(choice_of(M, N, K, activation=activation, dtype=dtype)["path"])
 
 
 @pytest.mark.parametrize(
