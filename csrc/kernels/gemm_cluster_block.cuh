@@ -12,8 +12,9 @@ constexpr int kPrefetched = 4;
 /// ... and that are still to be requested when the next kernel is let on.
 constexpr int kReleased = 3;
 
-/// Bytes of the scales of all stages, and groups of them, that a block holds at most.
-constexpr int kMostHeld = 48 * 1024, kMostGroups = 256;
+/// Groups of the scales of all stages that a block holds at most, one request, and which part of
+/// its shared memory they take: the ring keeps four stages.
+constexpr int kMostGroups = 256, kHeldShare = 8;
 
 /// The kernel of so few rows of x meets them with a norm, by further warps.
 constexpr int kNormTokens = gemm_config::kNormRows;

@@ -89,8 +89,8 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
     const int all_groups = one_group ? 1 : ceil_div(params.steps, segments);
     // Blocks that have all of K began later: H200, us, alone, 16 rows of 4096 x 28672, scales by
     // the stage and so, 21.0 and 21.9, by e4m3 21.9 and 22.9.
-    const bool fit = all_groups <= kMostGroups &&
-                     all_groups * params.tile_rows * 3 <= (shares ? kMostHeld / 2 : kMostHeld);
+    const int all_bytes = all_groups * params.tile_rows * (p.weight.zeros ? 3 : 2);
+    const bool fit = all_groups <= kMostGroups && all_bytes * kHeldShare <= params.shared_bytes;
     if (Layout::kMayHold && segments > 1 && fit && (one_group || group == kCols)) {
       params.held_groups = all_groups;
       params.held_step = one_group ? 0 : params.box_rows;
