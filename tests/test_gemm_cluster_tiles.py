@@ -226,6 +226,18 @@ def test_products_by_turns(M: int, N: int, K: int, format: str, rows: int) -> No
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("M", "N", "K", "segments"), [(128, 3584, 18944, 4), (120, 4608, 3584, 3)])
+def test_sums_of_tall_tiles_have_room(M: int, N: int, K: int, segments: int) -> None:
+    """128 rows of int4 by e4m3, whose sums half of an SM's shared memory does not hold."""
+    chosen = plan(M, N, K, "int4_fp8")
+    assert (chosen["path"], chosen["tile_rows"]) == ("cluster", 128)
+    assert chosen["segments"] == segments
+    x, weight, options, exact = operands(M, N, K, "int4_fp8")
+    ours = multiply("int4_fp8", x, weight, **options)
+    assert (ours.double() - exact).norm() <= 3e-3 * exact.norm()
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 128, 192, -1])
 @pytest.mark.parametrize(("N", "K"), [(18944, 1536), (4096, 1536)])  # by turns; K cut, 64 rows

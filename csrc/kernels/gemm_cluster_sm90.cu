@@ -47,8 +47,10 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   constexpr int kFewStages = 40;
   const bool few_stages = kTokens <= 32 && !p.weights_ready &&
                           ceil_div(params.steps, segments) <= kFewStages;
-  constexpr bool kLong =
-      kGroups > 2 || (kTokens >= 64 && !kFp8X && kFormat != WeightFormat::kInt8);
+  // So do those of more rows of x, whose sums do not fit half of it: 128 rows of int4 by e4m3 of
+  // 3584 x 18944, K cut in four, wrote theirs over what neighbours send.
+  constexpr bool kLong = kGroups > 2 || kTokens > gemm_config::kFewRows ||
+                         (kTokens >= 64 && !kFp8X && kFormat != WeightFormat::kInt8);
   const bool is_long = kFormat == WeightFormat::kDense ? !few_stages : kLong;
   // Behind a kernel of few blocks they would stack by twos on the SMs that it leaves free. H200, 32
   // rows of int4 behind a norm of 32 blocks, us: 4096 x 6144 14.8 and 9.9, 4096 x 4096 9.3 and 7.3;
