@@ -9,6 +9,7 @@
 #include "kernels/gemm_cluster_consumer.cuh"
 #include "kernels/gemm_cluster_finish.cuh"
 #include "kernels/gemm_cluster_norm.cuh"
+#include "kernels/gemm_cluster_producer.cuh"
 
 namespace ridgeline::gemm_cluster {
 

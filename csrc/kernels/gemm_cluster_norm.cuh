@@ -3,7 +3,7 @@
 #include "device/ptx/elect.cuh"
 #include "device/ptx/mma.cuh"
 #include "device/ptx/warpgroup.cuh"
-#include "kernels/gemm_cluster_sm90.cuh"
+#include "kernels/gemm_cluster_producer.cuh"
 
 /// rmsnorm folded into the cluster kernel: further warps meet x with the norm's weight, in shared
 /// memory and ahead of the warpgroups that multiply, and add up its squares.

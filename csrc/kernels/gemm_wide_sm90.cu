@@ -8,7 +8,7 @@
 #include "device/ptx/wgmma_fp8.cuh"
 #include "device/reduce.cuh"
 #include "kernels/gemm_cluster_finish.cuh"
-#include "kernels/gemm_cluster_sm90.cuh"
+#include "kernels/gemm_cluster_producer.cuh"
 #include "kernels/gemm_launch.cuh"
 
 namespace ridgeline::gemm_detail {
