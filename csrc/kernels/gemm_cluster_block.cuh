@@ -20,9 +20,12 @@ constexpr int kMostGroups = 256, kHeldShare = 8;
 constexpr int kNormTokens = gemm_config::kNormRows;
 
 /// Blocks of an SM: sums of 128 rows of x and the operands of an expanded weight are one's.
-template <WeightFormat kFormat, int kTokens, int kGroups>
-constexpr int kBlocks =
-    kGroups > 2 || (kTokens > gemm_config::kFewRows && kFormat != WeightFormat::kDense) ? 1 : 2;
+template <class Layout, int kGroups>
+constexpr int kBlocks = kGroups > 2 || Layout::kAlone ||
+                                (Layout::kTokens > gemm_config::kFewRows &&
+                                 Layout::kFormat != WeightFormat::kDense)
+                            ? 1
+                            : 2;
 template <int kTokens, int kGroups>
 constexpr int kBlockThreads = kThreads + (kGroups - 2) * kGroupThreads +
                               (kTokens == kNormTokens ? (kNormWarps - 1) * 32 : 0);

@@ -17,11 +17,12 @@ __device__ __forceinline__ void add_scaled(float (&sums)[kAll][4], const float (
   }
 }
 
-template <class T, class Layout>
+/// kHeld: of the scales of all stages, which are one request.
+template <class T, class Layout, bool kHeld>
 struct Int4 {
   const ClusterParams* params;
   int lane;
-  int words, scales, zeros;  // bytes from Stage::weight, and from where scales are
+  int words, scales, zeros;  // bytes from Stage::weight, scales of all stages from the ring
 
   __device__ Int4() {}
   __device__ Int4(const ClusterParams& params, int strip, int lane)
@@ -29,11 +30,12 @@ struct Int4 {
     const int r = strip * kStripRows + lane / 4;
     const int box = params.paired && r >= params.box_rows ? 1 : 0, at = r - box * params.box_rows;
     words = params.weights_at + strip * kStripRows * Layout::kRowOfWeight + lane * 16;
-    scales = Layout::scales_at(box, params) + at * 2;
-    zeros = Layout::zeros_at(box, params) + at;
+    const int ahead = kHeld ? params.held_at : params.weights_at;
+    scales = ahead + Layout::scales_at(box, params) + at * 2;
+    zeros = ahead + Layout::zeros_at(box, params) + at;
   }
 
-  /// Where the scales of a stage begin.
+  /// What those of a stage are from.
   struct Scales {
     const char* at;
     int before;  // rows' worth of other groups, ahead of its own
@@ -44,7 +46,6 @@ struct Int4 {
     return (reinterpret_cast<const T*>(of.at + scales) + of.before + g * params->box_rows)[8 * r];
   }
   __device__ std::uint32_t zero_of(const Scales& of, int g, int r) const {
-    if (!params->gemm.weight.zeros) return Int4Layout::kSymmetricZero;
     return static_cast<std::uint8_t>(
         (of.at + zeros + of.before + g * params->box_rows)[8 * r]);
   }
@@ -53,7 +54,8 @@ struct Int4 {
   __device__ device::Int4Rows<T, kZeros> rows_of(const Scales& of, int g) const {
     device::Int4Rows<T, kZeros> rows;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) rows.set(r, scale_of(of, g, r), zero_of(of, g, r));
+    for (int r = 0; r < 2; ++r)
+      rows.set(r, scale_of(of, g, r), kZeros ? zero_of(of, g, r) : Int4Layout::kSymmetricZero);
     return rows;
   }
 
@@ -103,10 +105,9 @@ struct Int4 {
     }
   }
 
-  /// Scales of those operands, of the thread's two rows.
-  __device__ float2 e4m3_scales(const Scales& of) const {
-    return {device::to_float(scale_of(of, 0, 0)) * device::kInt4AsE4m3Unit,
-            device::to_float(scale_of(of, 0, 1)) * device::kInt4AsE4m3Unit};
+  /// Scales of the thread's two rows.
+  __device__ float2 scales_of_rows(const Scales& of) const {
+    return {device::to_float(scale_of(of, 0, 0)), device::to_float(scale_of(of, 0, 1))};
   }
 };
 

@@ -6,8 +6,8 @@
 #include "device/ptx/grid_dependency.cuh"
 #include "device/reduce.cuh"
 #include "kernels/gemm_cluster_block.cuh"
-#include "kernels/gemm_cluster_consumer.cuh"
 #include "kernels/gemm_cluster_finish.cuh"
+#include "kernels/gemm_cluster_loops.cuh"
 #include "kernels/gemm_cluster_norm.cuh"
 #include "kernels/gemm_cluster_producer.cuh"
 
@@ -27,7 +27,7 @@ namespace ridgeline::gemm_cluster {
 /// tile and segment.
 template <class T, class E, class Layout, int kGroups, int kUnits>
 __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
-                                  (kBlocks<Layout::kFormat, Layout::kTokens, kGroups>))
+                                  (kBlocks<Layout, kGroups>))
     cluster_sm90_kernel(const __grid_constant__ ClusterParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr int kTokens = Layout::kTokens;
@@ -90,9 +90,9 @@ __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
       return params.paired && i >= params.box_rows ? up_first + i - params.box_rows : first + i;
     };
     Consumer<T, E, Layout, kGroups, kUnits> consumer{
-        params, unit, warp % 4, lane, strips,
-        {row_of(in_tile), row_of(in_tile + 8)}};
-    consumer.run(fixed, ring, begin, count, turn, params.turns);
+        params, fixed,    ring, begin,  count, turn, params.turns,
+        unit,   warp % 4, lane, strips, {row_of(in_tile), row_of(in_tile + 8)}};
+    run(consumer);
     if (params.by_turns) {
       ptx::cluster_wait();  // the barriers of both blocks are made
       const auto end = [&]<int kOctets>() {

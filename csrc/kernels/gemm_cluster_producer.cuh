@@ -208,15 +208,17 @@ struct Producer {
     ptx::wait_for_dependencies();
     // A stage of x is free when the weight that it met is multiplied. Steps that share a stage are
     // the same warpgroups', so that its barrier has no two of them at once.
-    StagePlace<Layout::kApart> place, freed;
+    RingPlace place, of_x, freed;
 #pragma unroll 1
-    for (int i = 0; i < count; ++i, place.advance(1, params)) {
+    for (int i = 0; i < count; ++i) {
       if (i >= params.x_stages) {
         ptx::mbarrier_wait(&fixed.empty[freed.stage], freed.round % 2);
-        freed.advance(1, params);
+        freed.advance(1, params.stages);
       }
       const Step step = step_at(place.stage, i);
-      request_x(x_at(place.x_stage()), step);
+      request_x(x_at(Layout::kApart ? of_x.stage : place.stage), step);
+      place.advance(1, params.stages);
+      if (Layout::kApart) of_x.advance(1, params.x_stages);
     }
   }
 };

@@ -56,12 +56,12 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // rows of int4 behind a norm of 32 blocks, us: 4096 x 6144 14.8 and 9.9, 4096 x 4096 9.3 and 7.3;
   // where this kernel follows itself 6.7 and, without blocks of the next one beside it, 8.3.
   const bool one_each = tiles <= gemm_config::kClusters[segments - 1];
-  if constexpr (Layout::kMayHaveXRing && kUnits == 0)
-    if (one_each && !p.weights_ready && p.M > 16)
-      return launch<T, E, typename Layout::WithXRing, kGroups>(p, config, stream);
+  if constexpr (Layout::kMayBeAlone && kGroups == 2)
+    if (one_each && p.M > 16 && (kTokens == 64 || !p.weights_ready))
+      return launch<T, E, typename Layout::Alone, kGroups>(p, config, stream);
   // Sums of 128 rows and those of a neighbour do not fit half of it.
   const bool shares = !one_each && kGroups == 2 &&
-                      (kTokens <= 64 || segments < kBlocks<kFormat, kTokens, kGroups>);
+                      (kTokens <= 64 || segments < kBlocks<Layout, kGroups>);
   // Alone, blocks that have an SM each come while the kernel ahead still has some, but may stack by
   // twos then, by which long ones lose more. H200, fp8 by fp8, us in half of an SM and more: 16
   // rows of 8192 x 8192 by 64 weight rows 19.0 to 22.5 and 16.9, of 5120 x 13824 19.9 and 17.9, but
@@ -127,7 +127,9 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   const bool early = one_each || segments > 1 ||
                      (p.weights_ready && kFormat != WeightFormat::kDense);
   params.released = early ? kReleased : 0;
-  params.unit = Layout::kExpandsInt4 ? device::kInt4Unit<T> : 1.0f;
+  params.unit = Layout::kExpandsInt4 ? device::kInt4Unit<T>
+                : Layout::kInt4      ? device::kInt4AsE4m3Unit
+                                     : 1.0f;
   constexpr int kXBytes = kFp8X ? 1 : 2;
   // A request takes its thread time: x comes in one where K is whole boxes. H200, 16 rows of int4,
   // 8192 x 8192, before an elected lane requested: 14.3 us, and 13.9 so.

@@ -2,6 +2,7 @@
 #include "device/divisor.cuh"
 #include "device/ptx/matrix_copy.cuh"
 #include "device/ptx/mbarrier.cuh"
+#include "device/ptx/wgmma.cuh"
 #include "kernels/gemm_config.h"
 #include "kernels/gemm_epilogue.cuh"
 
@@ -77,12 +78,12 @@ struct ClusterParams {
 // ---- Shared memory ------------------------------------------------------------------------------
 
 /// A stage: x, then the weight, then int4's scales and zero points, box by box.
-template <WeightFormat format, bool fp8_x, int tokens, bool x_ring = false>
+template <WeightFormat format, bool fp8_x, int tokens, bool alone = false>
 struct StageLayout {
   static constexpr WeightFormat kFormat = format;
   static constexpr bool kFp8X = fp8_x;
   static constexpr int kTokens = tokens;
-  static constexpr bool kXRing = x_ring;
+  static constexpr bool kAlone = alone;  // each block has an SM, and its registers
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
   static constexpr bool kExpandsInt4 = kInt4 && !kFp8X;
   // int8 is taken for columns of 16 bits, two in one: its bytes lie as a dense weight's.
@@ -94,14 +95,16 @@ struct StageLayout {
   /// rows, 4096 x 6144 10.4 and 8.8, 10.3 and 9.0; 14336 x 4096 18.0 and 15.4, 18.2 and 16.2.
   static constexpr bool kOfBytes =  // both operands
       (kFormat == WeightFormat::kFp8 && kFp8X) || kFormat == WeightFormat::kInt8;
-  static constexpr bool kApart = kXRing || (kOfBytes && kTokens == 64);
   /// 17 to 32 rows of 16 bits by fp8 have one, too, where each block has an SM, for more of the
   /// weight on its way. H200, us alone, by turns, in one ring and so: 24 and 32 rows of 4096 x 4096
   /// 6.67 and 6.33, 6.82 and 6.45; of 14336 x 4096 18.6 and 16.4, 18.6 and 16.5; 16 rows 6.14 and
-  /// 6.23. In a kernel of its own, for with a flag 32 rows of 4096 x 6144 took 3% longer.
-  static constexpr bool kMayHaveXRing =
-      kFormat == WeightFormat::kFp8 && !kFp8X && kTokens == 32 && !x_ring;
-  using WithXRing = StageLayout<format, fp8_x, tokens, true>;
+  /// 6.23.
+  static constexpr bool kXRing = kAlone && kTokens == 32;
+  static constexpr bool kApart = kXRing || (kOfBytes && kTokens == 64);
+  /// There is a kernel of its own for such blocks.
+  static constexpr bool kMayBeAlone = kFormat == WeightFormat::kFp8 && !kFp8X && !kAlone &&
+                                      (kTokens == 32 || kTokens == 64);
+  using Alone = StageLayout<format, fp8_x, tokens, true>;
   static constexpr int kXBoxes = kFp8X ? 1 : kCols / 64;
   static constexpr int kWeightBytes = kGroupRows * (kInt4 ? 64 : kRowBytes);  // of a warpgroup
   static constexpr bool kFolds = kTokens == gemm_config::kNormRows;  // x meets its norm, if any
@@ -162,23 +165,41 @@ struct RingPlace {
 };
 
 struct Stage {
-  const char* x;
+  std::uint64_t x;     // wgmma's operand: rows of x by the first columns of the stage
   const char* weight;  // ClusterParams::weights_at ahead of it
 };
 
+/// wgmma's operand of rows that lie `kRowBytes` apart, and how far operands are by their bytes.
+__device__ __forceinline__ std::uint64_t operand(const char* start) {
+  return ptx::swizzled_operand(start, 16, 8 * kRowBytes);
+}
+__device__ __forceinline__ std::uint64_t operand_step(unsigned bytes) { return bytes >> 4; }
+constexpr int kOperandStep = 32 / 16;  // of 16 columns of 16 bits, or 32 of 8
+
 /// Where one is that reads both rings, that of x a shorter one if `kApart`.
 template <bool kApart>
-struct StagePlace : RingPlace {
-  RingPlace x;
+struct StageReader {
+  const ClusterParams& params;
+  Fixed& fixed;
+  const char* ring;
+  std::uint64_t first_x = operand(ring);
+  int stage = 0, parity = 0, stage_of_x = 0;
 
-  __device__ void advance(int by, const ClusterParams& params) {
-    RingPlace::advance(by, params.stages);
-    if (kApart) x.advance(by, params.x_stages);
+  __device__ void advance(int by) {
+    stage += by;
+    const bool wraps = stage >= params.stages;
+    stage -= wraps ? params.stages : 0;
+    parity ^= wraps;
+    if (kApart) {
+      stage_of_x += by;
+      stage_of_x -= stage_of_x >= params.x_stages ? params.x_stages : 0;
+    }
   }
-  __device__ int x_stage() const { return kApart ? x.stage : stage; }
-  __device__ Stage of(const ClusterParams& params, const char* ring) const {
-    const char* x = ring + x_stage() * params.x_step;
-    return {x, kApart ? ring + stage * params.weight_step : x};
+  /// The stage, as soon as it is there.
+  __device__ Stage wait() const {
+    ptx::mbarrier_wait(&fixed.full[stage], parity);
+    const int x = (kApart ? stage_of_x : stage) * params.x_step;
+    return {first_x + operand_step(x), ring + (kApart ? stage * params.weight_step : x)};
   }
 };
 

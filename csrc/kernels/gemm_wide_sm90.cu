@@ -21,7 +21,6 @@ using namespace gemm_cluster;
 constexpr int kCols = gemm_config::kWideCols / 2;  // weight rows of a warpgroup: wgmma's columns
 constexpr int kWideBytes = 2 * gemm_config::kShareOfSm;  // of shared memory
 constexpr int kSumsOfRow = 4;  // row groups of 64 columns that a row of sums has room for
-constexpr int kStep = 32 / 16;  // from one step's operand to the next's
 using Layout = StageLayout<WeightFormat::kFp8, true, 64>;
 using Sums = float[kCols / 8][4];
 
@@ -40,10 +39,7 @@ static_assert(sizeof(Wide) <= kOwnBytes);
 template <int kTerms>
 __device__ __forceinline__ void multiply(const ClusterParams& params, const Stage& stage, int group,
                                          Sums& part) {
-  const auto operand = [](const char* start) {
-    return ptx::swizzled_operand(start, 16, 8 * kRowBytes);
-  };
-  const std::uint64_t x[] = {operand(stage.x), operand(stage.x + params.second_term)};
+  const std::uint64_t x[] = {stage.x, stage.x + operand_step(params.second_term)};
   const std::uint64_t rows = operand(stage.weight + params.weights_at + group * kCols * kRowBytes);
   ptx::hold_registers(part);
   ptx::wgmma_fence();
@@ -51,7 +47,7 @@ __device__ __forceinline__ void multiply(const ClusterParams& params, const Stag
   for (int step = 0; step < 4; ++step)
 #pragma unroll
     for (int term = 0; term < kTerms; ++term)
-      ptx::WgmmaFp8<kCols>::mma(part, x[term] + step * kStep, rows + step * kStep,
+      ptx::WgmmaFp8<kCols>::mma(part, x[term] + step * kOperandStep, rows + step * kOperandStep,
                                 step + term != 0);
   ptx::wgmma_commit();
 }
@@ -123,16 +119,15 @@ __global__ void __launch_bounds__(kThreads, 1)
     finish.bring_factors(up_first);
     const int group = warp / 4;
     Sums sums = {};
-    StagePlace<false> place;
+    StageReader<false> reader{params, fixed, ring};
 #pragma unroll 1
-    for (int i = 0; i < params.steps; ++i, place.advance(1, params)) {
+    for (int i = 0; i < params.steps; ++i, reader.advance(1)) {
       Sums part;
-      ptx::mbarrier_wait(&fixed.full[place.stage], place.round % 2);
-      multiply<kTerms>(params, place.of(params, ring), group, part);
+      multiply<kTerms>(params, reader.wait(), group, part);
       ptx::wgmma_wait<0>();
       ptx::hold_registers(part);
       __syncwarp();
-      if (lane == 0) ptx::mbarrier_arrive(&fixed.empty[place.stage]);
+      if (lane == 0) ptx::mbarrier_arrive(&fixed.empty[reader.stage]);
 #pragma unroll
       for (int j = 0; j < kCols / 2; ++j) sums[j / 4][j % 4] += part[j / 4][j % 4];
     }

@@ -1,0 +1,103 @@
+#pragma once
+#include "device/dequant.cuh"
+#include "kernels/gemm_cluster_int4_loops.cuh"
+
+/// The loops over the stages of the cluster kernel, but of int4.
+namespace ridgeline::gemm_cluster {
+
+/// 16 rows of fp8 weights, 64 columns from `box` on, as operands; times a scale, rounded once.
+template <bool kScaled, class Consumer>
+__device__ __forceinline__ void expand_fp8(const Consumer& of, const Stage& stage, int strip, int box, float2 scale,
+                           std::uint32_t (&a)[4][4]) {
+  using T = typename Consumer::T;
+  const char* of_warp = stage.weight + of.params.weights_at + strip * kStripRows * kRowBytes;
+#pragma unroll
+  for (int step = 0; step < 4; ++step)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int r = of.lane / 4 + j % 2 * 8;
+      const char* chunk = of_warp + r * kRowBytes + (((box * 4 + step) ^ (r & 7)) * 16);
+      a[step][j] = device::convert_e4m3_pair<T>(
+          *reinterpret_cast<const std::uint16_t*>(chunk + j / 2 * 8 + of.lane % 4 * 2));
+      if (kScaled) a[step][j] = device::scale_pair<T>(a[step][j], j % 2 ? scale.y : scale.x);
+    }
+}
+
+/// The scales of the 128 x 128 that a step of K multiplies, of fp8 weights, for the warp's eights.
+template <class Consumer>
+__device__ __forceinline__ float2 block_scale(const Consumer& of, int step) {
+  const GemmParams& p = of.params.gemm;
+  if (p.weight.scale_layout != ScaleLayout::kBlock || step >= of.params.steps) return {1.0f, 1.0f};
+  const float* scales = static_cast<const float*>(p.weight.scales) + step;
+  const auto of_row = [&](int row) {
+    return scales[static_cast<std::int64_t>(min(row, p.N - 1) / kScaleBlock) * of.params.steps];
+  };
+  return {of_row(of.rows[0]), of_row(of.rows[1])};
+}
+
+/// Both operands from shared memory, of 64 columns of 16 bits.
+template <class Consumer>
+__device__ __forceinline__ void run_shared(Consumer& by) {
+  int last = -1;
+  by.for_each_stage([&](int, const Stage& stage, int place) {
+    by.multiply_shared(stage, by.sums[0], true);
+    if (Consumer::Layout::kApart) {  // x's ring is too short for more
+      ptx::wgmma_wait<0>();
+      return by.release(place);
+    }
+    ptx::wgmma_wait<1>();
+    if (last >= 0) by.release(last);
+    last = place;
+  });
+}
+
+/// The same of fp8: each stage's products to registers of their own, which are scaled and added in
+/// float32.
+template <class Consumer>
+__device__ __forceinline__ void run_in_parts(Consumer& by) {
+  float2 next_scale = block_scale(by, by.begin + by.turn);
+  by.for_each_stage([&](int i, const Stage& stage, int place) {
+    typename Consumer::Sums part;
+    const float2 scale = next_scale;
+    next_scale = block_scale(by, by.begin + i + by.turns);
+    by.multiply_shared(stage, part, false);
+    ptx::wgmma_wait<0>();
+    by.hold(part);
+    by.release(place);
+    add_scaled(by.sums[0], part, scale, 0);
+  });
+}
+
+template <class Consumer>
+__device__ __forceinline__ void run_expanded_fp8(Consumer& by) {
+  if constexpr (!Consumer::kPartial) {  // whose weights have no scales of blocks
+    if (by.params.gemm.weight.scale_layout == ScaleLayout::kBlock) {
+      float2 scale, next_scale = block_scale(by, by.begin + by.turn);
+      return by.run_expanded([&](int i, const Stage& stage, int u, int box,
+                                 std::uint32_t(&a)[4][4]) {
+        if (box == 0) scale = next_scale, next_scale = block_scale(by, by.begin + i + by.turns);
+        expand_fp8<true>(by, stage, by.strip_of(u), box, scale, a);
+      });
+    }
+  }
+  by.run_expanded([&](int, const Stage& stage, int u, int box, std::uint32_t(&a)[4][4]) {
+    expand_fp8<false>(by, stage, by.strip_of(u), box, {}, a);
+  });
+}
+
+/// The loop of a weight's format.
+template <class Consumer>
+__device__ __forceinline__ void run(Consumer& by) {
+  using Layout = typename Consumer::Layout;
+  if constexpr (Layout::kWide) {
+    run_shared(by);
+  } else if constexpr (Layout::kInt4) {
+    run_int4(by);
+  } else if constexpr (Layout::kFp8X) {
+    run_in_parts(by);
+  } else {
+    run_expanded_fp8(by);
+  }
+}
+
+}  // namespace ridgeline::gemm_cluster
