@@ -436,9 +436,10 @@ def plan(M: int, N: int, K: int, **options: Any) -> dict[str, Any]:
         (5, {"hopper": True, "format": "int4_fp8", "chained": True}, "cluster"),
         (9, {"hopper": True, "format": "int4_fp8"}, "cluster"),
         (4, {"hopper": True, "format": "int4", "chained": True}, "digits"),
-        (5, {"hopper": True, "format": "int4", "chained": True}, "held"),
+        (5, {"hopper": True, "format": "int4", "chained": True}, "cluster"),
+        (5, {"hopper": True, "format": "int4", "norm": True, "chained": True}, "held"),
         (8, {"hopper": True, "format": "int4", "norm": True, "chained": True}, "held"),
-        (8, {"hopper": True, "format": "int4", "activation": "silu_mul"}, "held"),
+        (8, {"hopper": True, "format": "int4", "activation": "silu_mul"}, "cluster"),
         (1, {"hopper": True, "format": "fp8"}, "cluster"),
         (1, {"hopper": True, "format": "fp8", "norm": True}, "once"),
         (1, {"hopper": True, "format": "fp8", "chained": True}, "strips"),
@@ -575,7 +576,7 @@ def test_gated_products_of_few_rows_are_fused() -> None:
 def test_one_row_of_a_weight_that_registers_hold(N: int, K: int, format: str, path: str) -> None:
     assert plan(1, N, K, hopper=True, format=format)["path"] == path
     if format == "int4":
-        assert plan(4, N, K, hopper=True, format=format)["path"] == path
+        assert plan(2, N, K, hopper=True, format=format)["path"] == path
 
 
 @pytest.mark.parametrize(
@@ -584,8 +585,8 @@ def test_one_row_of_a_weight_that_registers_hold(N: int, K: int, format: str, pa
         (8, 4096, True, "held", 1),
         (8, 8192, False, "cluster", 2),
         (8, 8192, True, "cluster", 2),  # a norm of more columns than a block has
-        (4, 8192, False, "digits", 1),
-        (5, 14336, False, "held", 4),
+        (8, 4096, False, "cluster", 1),
+        (4, 8192, True, "digits", 1),
         (8, 18944, False, "cluster", 4),
         (8, 1984, False, "cluster", 1),  # too few columns for its warps
     ],
@@ -593,6 +594,39 @@ def test_one_row_of_a_weight_that_registers_hold(N: int, K: int, format: str, pa
 def test_rows_that_registers_hold(M: int, K: int, norm: bool, path: str, segments: int) -> None:
     chosen = plan(M, 28672 if K < 8192 else 3584, K, hopper=True, format="int4", norm=norm)
     assert (chosen["path"], chosen["segments"]) == (path, segments)
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "chained", "path"),
+    [
+        (2, 4096, 14336, False, "digits"),
+        (3, 4096, 14336, False, "cluster"),
+        (4, 4096, 14336, False, "cluster"),
+        (4, 4096, 14336, True, "digits"),  # in a model the cluster kernel comes later
+        (4, 5120, 13824, False, "digits"),  # its tiles fill the SMs badly
+        (4, 28672, 4096, False, "digits"),
+    ],
+)
+def test_narrow_int4_of_three_rows_is_the_cluster_kernels(
+    M: int, N: int, K: int, chained: bool, path: str
+) -> None:
+    assert plan(M, N, K, hopper=True, format="int4", chained=chained)["path"] == path
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "format", "folds"),
+    [
+        *((4, 28672, 4096, format, True) for format in ("dense", "fp8", "int4")),
+        *((16, 6144, 4096, format, format != "int4") for format in ("dense", "fp8", "int4")),
+        *((16, 10240, 8192, format, format == "dense") for format in ("dense", "fp8", "int4")),
+        *((17, 28672, 4096, format, False) for format in ("dense", "fp8", "int4")),
+    ],
+)
+def test_norms_are_folded_where_a_kernel_ahead_takes_longer(
+    M: int, N: int, K: int, format: str, folds: bool
+) -> None:
+    assert plan(M, N, K, hopper=True, format=format, norm=True)["folds_norm"] == folds
+    assert plan(M, N, K, hopper=True, format=format)["folds_norm"] == 0
 
 
 @pytest.mark.gpu

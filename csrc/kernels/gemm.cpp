@@ -5,6 +5,7 @@
 #include "kernels/gemm_config_text.h"
 #include "kernels/gemm_grouped.h"
 #include "kernels/gemm_launch.cuh"
+#include "kernels/norm.h"
 
 /// The way of one product: prepare x if the kernel cannot take it as it is, multiply, finish what
 /// the product's kernel left.
@@ -106,30 +107,24 @@ struct Plan {
   std::size_t prepared = 0, terms = 0, units = 0, partials = 0, product = 0, library = 0, total = 0;
 };
 
-/// Whether the kernel normalizes x on its way. The cluster kernel does so where bits may depend on
-/// M, for it takes other rows than those it can normalize.
-bool folds_norm(const GemmParams& p, Path path) {
-  const bool strips = path == Path::kStrips || path == Path::kDigits || path == Path::kOnce ||
-                      path == Path::kHeld;
-  const bool cluster =
-      path == Path::kCluster && p.M <= gemm_config::kNormRows && !p.batch_invariant;
-  return (strips || cluster) && p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype &&
+/// Whether x has a norm that kernels can fold.
+bool has_norm_to_fold(const GemmParams& p) {
+  return p.x.norm_weight && p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype &&
          p.x.norm_dtype == p.dtype && is_aligned(p.x.norm_weight, 0);
 }
 
-bool must_prepare(const GemmParams& p, Path path) {
+bool must_prepare(const GemmParams& p, Path path, bool folds_norm) {
   if (p.weight.format == WeightFormat::kInt8) return false;
   const bool once = path == Path::kOnce;
   const bool few = once || path == Path::kStrips || path == Path::kCluster;
   const bool by_groups = p.x.scale_per_group;
   const bool takes_fp8 = p.weight.format == WeightFormat::kFp8
                              ? path == Path::kFp8 || (few && !by_groups)
-                             : ((once || path == Path::kDigits || path == Path::kHeld) &&
-                                !by_groups) ||
+                             : ((once || path == Path::kDigits) && !by_groups) ||
                                    ((path == Path::kCluster || path == Path::kExpandToFp8) &&
                                     int4_takes_fp8(p));
   const bool as_is = p.x.dtype == p.dtype || (p.x.dtype == DType::kFloat8E4M3 && takes_fp8);
-  if ((p.x.norm_weight && !folds_norm(p, path)) || p.x.perm || !as_is) return true;
+  if ((p.x.norm_weight && !folds_norm) || p.x.perm || !as_is) return true;
   if (path == Path::kSimple) return false;
   if (path == Path::kLibrary) return !rows_are_apart(p.M, p.x.stride_row, p.K);
   const bool maps = path == Path::kCluster || path == Path::kGrouped;
@@ -178,19 +173,20 @@ Plan plan_of(const GemmParams& p) {
                                p.weight.format == WeightFormat::kFp8 && parts_have_scales(p) &&
                                takes_groups(p) &&
                                rows_aligned(p.x.data, p.M, p.x.stride_row)),
-                    .codes_x = p.x.dtype == DType::kFloat8E4M3 && !must_prepare(p, Path::kCluster),
+                    .codes_x = p.x.dtype == DType::kFloat8E4M3 &&
+                               !must_prepare(p, Path::kCluster, false),
                     .bfloat_x = p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype,
                     .scales_products = p.weight.scales_products(),
                     .library = library_takes(p),
                     .batch_invariant = p.batch_invariant,
                     .chained = p.weights_ready,
-                    .normalizes = p.x.norm_weight != nullptr && folds_norm(p, Path::kStrips),
+                    .normalizes = has_norm_to_fold(p),
                     .makes_codes = p.x.to_codes,
                     .wide_groups = has_wide_groups(p),
                     .gates_alone = gates_alone(p),
                     .sms = device::multiprocessors()};
   Plan plan{.config = gemm_config::choose(shape)};
-  plan.prepares = must_prepare(p, plan.config.path);
+  plan.prepares = must_prepare(p, plan.config.path, plan.config.folds_norm);
   plan.prepared_cols = round_up(p.K, gemm_config::kBlockCols);
   const bool calls = plan.config.path == Path::kLibrary;
   const auto take = [&](std::size_t bytes) {
@@ -209,6 +205,25 @@ Plan plan_of(const GemmParams& p) {
   plan.product = take(calls && !library_finishes(p) ? p.M * p.N * size_of(p.dtype) : 0);
   plan.library = take(calls ? gemm_detail::kLibraryWorkspace : 0);
   return plan;
+}
+
+/// Rows of x as the product's kernel wants them, `stride` apart.
+void prepare(const GemmParams& p, void* prepared, std::int64_t stride, Stream stream) {
+  const bool normalizes_alone = p.x.norm_weight && p.x.dtype == p.dtype && !p.x.perm &&
+                                !p.x.scale_per_group && stride == p.K;
+  if (!normalizes_alone) return gemm_detail::launch_prepare(p, prepared, stride, stream);
+  rmsnorm({.dtype = p.dtype,
+           .weight_dtype = p.x.norm_dtype,
+           .y_dtype = p.dtype,
+           .rows = p.M,
+           .cols = p.K,
+           .eps = p.x.norm_eps,
+           .x = p.x.data,
+           .stride_x_row = p.x.stride_row,
+           .weight = p.x.norm_weight,
+           .y = prepared,
+           .weights_ready = p.weights_ready},
+          stream);
 }
 
 /// False if cuBLASLt has no algorithm.
@@ -285,7 +300,7 @@ void gemm(const GemmParams& params, Stream stream) {
     p.x.data = workspace + plan.prepared;
     p.x.stride_row = plan.prepared_cols;
   } else if (plan.prepares) {
-    gemm_detail::launch_prepare(p, workspace + plan.prepared, plan.prepared_cols, stream);
+    prepare(p, workspace + plan.prepared, plan.prepared_cols, stream);
     p.x = {.dtype = p.dtype,
            .data = workspace + plan.prepared,
            .stride_row = plan.prepared_cols,
@@ -315,7 +330,7 @@ void gemm(const GemmParams& params, Stream stream) {
       return p.M == 1 ? gemm_detail::launch_once(p, stream)
                       : gemm_detail::launch_once_rows(p, stream);
     case Path::kHeld:
-      return gemm_detail::launch_held(p, plan.config, stream);
+      return gemm_detail::launch_held(p, stream);
     case Path::kCluster:
       return gemm_detail::launch_cluster(p, plan.config, stream);
     case Path::kStream:

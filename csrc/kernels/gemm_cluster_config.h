@@ -159,8 +159,7 @@ constexpr std::int32_t cut_by_stages(const Shape& shape, std::int32_t tiles, Con
   const bool int4 = shape.format == WeightFormat::kInt4, gated = is_gated(shape.activation);
   const bool bytes = int4 && meets_bytes(shape);
   if (shape.M > kRowsByStages || shape.dtype != DType::kBFloat16 || shape.batch_invariant ||
-      !(int4 || (expands_fp8(shape) && shape.scales_products)) ||
-      (shape.normalizes && shape.M <= kNormRows))
+      !(int4 || (expands_fp8(shape) && shape.scales_products)) || shape.normalizes)
     return 0;
   const auto work_of = [&](std::int32_t rows, std::int32_t segments, std::int32_t blocks) {
     return blocks * rows * ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);

@@ -93,7 +93,6 @@ struct Producer {
     request_scales(ring + params.held_at, begin * Layout::kCols, &fixed.scaled);
   }
 
-  __device__ bool stages_have_scales() const { return Layout::kInt4 && params.held_at == 0; }
   __device__ int bytes_of_group() const { return params.gemm.weight.zeros ? 3 : 2; }
 
   /// Those of some groups, from the one of column `k0` on.
@@ -110,21 +109,14 @@ struct Producer {
     }
   }
 
-  /// Of a stage's weight, and its scales.
-  __device__ int stage_bytes() const {
-    const int groups = stages_have_scales() ? params.stage_groups * bytes_of_group() : 0;
-    return params.tile_rows * (Layout::kRowOfWeight + groups);
-  }
-
   __device__ void request_weight(const Step& step) const {
-    ptx::mbarrier_expect(step.full, stage_bytes());
+    ptx::mbarrier_expect(step.full, params.tile_rows * Layout::kRowOfWeight);
 #pragma unroll 1
     for (int box = 0; box < (params.paired ? 2 : 1); ++box) {
       const int2 at = box_of_weight(step, box);
       ptx::copy_matrix(step.weight + Layout::weight_at(box, params), &params.weight, step.full,
                        at.x, at.y, policy);
     }
-    if (stages_have_scales()) request_scales(step.weight, step.k0, step.full);
   }
 
   /// A stage's x to its place in the ring of x.
@@ -158,7 +150,7 @@ struct Producer {
                     [&](const Step& step) { prefetch_weight(step); });
       ptx::wait_for_dependencies();
     }
-    if constexpr (Layout::kInt4 && !Layout::kFolds) return request_int4();
+    if constexpr (Layout::kInt4) return request_int4();
     const int let_on = (begin + count - 1 - params.released) * Layout::kCols;
     const int first_round = Layout::kFolds ? min(params.stages, count) : count;
     for_each_step(0, first_round, [&](const Step& step) {
@@ -182,10 +174,12 @@ struct Producer {
   /// e4m3 12.4 and 11.8. (The same loop for 8-bit and dense weights: 4096 x 4096 to 4% longer.)
   __device__ void request_int4() const {
     constexpr int kAcross = Layout::kCols / Int4Layout::kCols * Int4Layout::kWords;
-    const int stages = params.stages, step_bytes = params.weight_step, bytes = stage_bytes();
+    const bool paired = params.paired, by_stage = params.held_at == 0;
+    const int groups = by_stage ? params.stage_groups * bytes_of_group() : 0;
+    const int bytes = params.tile_rows * (Layout::kRowOfWeight + groups);
+    const int stages = params.stages, step_bytes = params.weight_step;
     const int row = first / kStripRows, up_row = up_first / kStripRows;
     const int to_up = Layout::weight_at(1, params), let_on = count - 1 - params.released;
-    const bool paired = params.paired, by_stage = stages_have_scales();
     char *const begins = ring + params.weights_at, *weight = begins;
     std::uint64_t* full = fixed.full;
     int stage = 0, column = begin * kAcross;

@@ -206,13 +206,11 @@ void launch_format(const GemmParams& p, const gemm_config::Config& config, Strea
 void launch_norm(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
   using enum WeightFormat;
   using T = __nv_bfloat16;
-  check(p.M <= kNormTokens && p.x.dtype == DType::kBFloat16,
+  check(p.M <= kNormTokens && p.x.dtype == DType::kBFloat16 && p.weight.format != kInt4,
         "linear: the cluster kernel folds norms of at most ", kNormTokens,
-        " rows of bfloat16, got ", p.M);
+        " rows of bfloat16 by dense and fp8 weights, got ", p.M);
   if (p.weight.format == kDense)
     return launch<T, T, StageLayout<kDense, false, kNormTokens>>(p, config, stream);
-  if (p.weight.format == kInt4)
-    return launch<T, T, StageLayout<kInt4, false, kNormTokens>>(p, config, stream);
   launch<T, T, StageLayout<kFp8, false, kNormTokens>>(p, config, stream);
 }
 

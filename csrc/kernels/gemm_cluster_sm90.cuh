@@ -109,12 +109,13 @@ struct StageLayout {
   static constexpr int kWeightBytes = kGroupRows * (kInt4 ? 64 : kRowBytes);  // of a warpgroup
   static constexpr bool kFolds = kTokens == gemm_config::kNormRows;  // x meets its norm, if any
   /// Of int4: a block may have the scales of all of its stages from the start.
-  static constexpr bool kMayHold = kInt4 && !kFolds && kTokens <= gemm_config::kFewRows;
+  static constexpr bool kMayHold = kInt4 && kTokens <= gemm_config::kFewRows;
   /// L2 is asked for x ahead of the wait. H200, us, alone, caches cold, without and so: 64 rows of
   /// 4096 x 4096 fp8 by fp8 7.0 and 6.7, 4096 x 6144 10.1 and 9.2; 16 rows of int4 5.4 and 5.1. But
   /// 64 rows of int4 6.5 and 6.8.
   static constexpr bool kAsksForX = kApart || (kExpandsInt4 && kTokens <= 32) ||
                                     (kFolds && kFormat == WeightFormat::kFp8);
+  static_assert(!(kFolds && kInt4));
   static constexpr int kNormBytes = kCols * 2;  // of the norm's weight, where x meets it
   static constexpr int kRowOfWeight = kWeightBytes / kGroupRows;
   /// Parts of a stage's weight by box.

@@ -180,18 +180,35 @@ constexpr bool is_for_wide(const Shape& shape) {
   return tiles >= (shape.bfloat_x ? kLeastOfTerms : kLeastTiles) && tiles <= kBlocksWanted;
 }
 
-constexpr Config choose(const Shape& shape) {
+/// Whether the kernel normalizes x on its way. Where it expands int4 too, blocks that weigh x anew
+/// each take longer than a kernel ahead; and tiles of fp8 whose x meets its norm are of few heights,
+/// which may fill the SMs badly. H200, us, alone, 16 rows, folded and by a kernel ahead: int4 of
+/// 4096 x 28672 25.1 and 23.2, of 5120 x 27648 30.3 and 27.3, of 8192 x 10240 23.6 and 20.7, but of
+/// 4096 x 6144 8.9 and 9.4; fp8 by bf16 of 8192 x 10240 31.2 and 27.2, of 4096 x 6144 10.2 and 13.1.
+constexpr bool folds_norm(const Shape& shape, Path path) {
+  constexpr double kBadly = 1.3;
+  constexpr std::int32_t kWide = 4;
+  if (!shape.normalizes) return false;
+  if (path == Path::kStrips || path == Path::kDigits || path == Path::kOnce || path == Path::kHeld)
+    return true;
+  return path == Path::kCluster && shape.M <= kNormRows && !shape.batch_invariant &&
+         shape.format != WeightFormat::kInt4 &&
+         !(expands_fp8(shape) && strips_per_sm(shape) > kWide && is_crowded(shape, kBadly));
+}
+
+constexpr Config choose(const Shape& of) {
+  Shape shape = of;
   Config config{.path = path_of(shape),
                 .segments = 1,
                 .split = false,
                 .tile_rows = 0,
                 .tile_cols = 0,
                 .fused = true};
+  shape.normalizes = config.folds_norm = folds_norm(shape, config.path);
   if (config.path == Path::kStream || config.path == Path::kTile) {
     config.segments = segments_of(shape);
     config.fused = can_fuse(shape);
   }
-  if (config.path == Path::kHeld) config.segments = ceil_div(shape.K, kOnceMostCols);
   if (config.path == Path::kCluster || config.path == Path::kGrouped)
     cut_for_cluster(shape, config);
   if (is_for_cluster_alone(shape) && has_tall_tiles(shape)) config.tile_rows = kTallRows;

@@ -16,6 +16,7 @@ inline std::string to_text(const Config& config) {
          " tile_rows=" + std::to_string(config.tile_rows) +
          " tile_cols=" + std::to_string(config.tile_cols) +
          " fused=" + std::to_string(config.fused) +
+         " folds_norm=" + std::to_string(config.folds_norm) +
          " tail=" + std::to_string(config.tail) +
          " tails=" + std::to_string(config.tails) + " even=" + std::to_string(config.even) +
          " splits_x=" + std::to_string(config.splits_x) +

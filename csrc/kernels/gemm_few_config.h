@@ -11,15 +11,14 @@ namespace ridgeline::gemm_config {
 
 constexpr std::int32_t kNarrow = 1024;  // rows of the weight
 
-/// Whether the fullest SM has much more to do than the average one where the cluster kernel
+/// Whether the fullest SM has `much` times what the average one has to do where the cluster kernel
 /// multiplies, or would have, if it had not tiles of three warpgroups.
-constexpr bool is_crowded(const Shape& shape) {
-  constexpr double kMuch = 1.4;
+constexpr bool is_crowded(const Shape& shape, double much) {
   Config config{};
   const std::int32_t tiles = cut_for_cluster(shape, config), high = config.tile_cols;
   if (high > 2 * kGroupRows && !config.shares_stages) return true;
   const double rows = blocks_per_sm(tiles, config.segments, high) * high;
-  return rows * shape.sms > kMuch * config.segments * shape.N;
+  return rows * shape.sms > much * config.segments * shape.N;
 }
 
 /// Strips of the weight that the fullest SM has.
@@ -73,7 +72,7 @@ constexpr std::int32_t strips_rows(const Shape& shape) {
     if (shape.K > kMostCols) return 0;
     return shape.N < kNarrow && shape.K < kLeastCols ? kStripsRows : kStripsRows / 2;
   }
-  if (strips > kWide && is_crowded(shape)) return kStripsRows;
+  if (strips > kWide && is_crowded(shape, 1.4)) return kStripsRows;
   const bool fill = strips * std::int64_t{shape.sms} * kStripRows <= shape.N + shape.N / 100;
   if (meets_bytes(shape) && !shape.chained && strips > kWide && fill) return kStripsRows / 2;
   if (shape.byte_x) return (strips == 2 || strips == 3) && shape.K < kMostCols ? one : 1;
@@ -87,9 +86,13 @@ constexpr bool is_for_strips(const Shape& shape) {
          strips_bytes(shape) <= 2 * kShareOfSm;
 }
 
-/// Groups that divide a chunk or are whole ones.
+/// Groups that divide a chunk or are whole ones. Of 3 and 4 rows, which every block stages, narrow
+/// weights are the cluster kernel's, if they fill the SMs.
 constexpr bool is_for_digits(const Shape& shape) {
   if (shape.format != WeightFormat::kInt4 || shape.M > digits_rows(shape)) return false;
+  if (groups_are_whole(shape) && shape.M > 2 && !shape.normalizes && !shape.chained &&
+      strips_per_sm(shape) <= 4 && !is_crowded(shape, 1.2))
+    return false;
   const bool divides = shape.group % kBlockCols == 0 && kDigitsCols % shape.group == 0;
   return (divides || shape.group % kDigitsCols == 0 || shape.group >= shape.K) &&
          digits_bytes(shape) <= 2 * kShareOfSm;
@@ -120,26 +123,17 @@ constexpr bool is_for_once(const Shape& shape) {
          shape.K <= (strips == 2 ? most : kOnceMostCols / 2);
 }
 
-/// The kernel that holds x in registers, from where digits take longer. It cannot fold a norm of
-/// more columns than a block has. H200, us, 8 rows, alone and chained, cluster and so: 4096 x 28672
-/// 20.4 and 19.7, 20.5 and 18.3, 3584 x 18944 17.4 and 13.4, 14336 x 4096 13.3 and 13.7, 13.6 and
-/// 14.0, but 8192 x 8192 12.4 and 13.5, 12.0 and 14.2, 5120 x 5120 8.1 and 8.4, 7.4 and 8.8: not of
-/// two blocks. A layer of 8B products, 5, 6 and 8 rows, 55.7, 56.0, 55.6 and 49.1, 49.5, 50.2; all
-/// but the last of its products 50.1, 50.0, 50.2. By e4m3, which the cluster kernel multiplies as
-/// it is, only of a wide weight: 51.9, 52.0, 52.8 and so 51.3, 51.3, 51.7.
+/// The kernel that holds x in registers, where x meets its norm at no cost: the cluster kernel, which
+/// takes about as long without a norm, has one ahead. H200, us, 8 rows, alone and chained, cluster
+/// and so: with a norm 4096 x 28672 23.0 and 20.3, 22.9 and 19.9; 3584 x 37888, gated, 34.0 and 22.3;
+/// without, cluster and so, 4096 x 28672 19.6 and 20.2, 19.5 and 19.0; 14336 x 4096, two blocks or
+/// more, 11.6 and 13.9. A step of 8 sequences of 8B shapes, ms, without too, and so: 2.26 and 2.20.
 constexpr bool is_for_held(const Shape& shape) {
-  constexpr std::int32_t kMostBytes = 227 * 1024, kLeastCols = kOnceMostCols / 2, kWide = 4;
-  const std::int32_t blocks = ceil_div(shape.K, kOnceMostCols);
-  if (shape.format != WeightFormat::kInt4 || !groups_are_whole(shape) || shape.makes_codes ||
-      shape.M > kHeldRows || shape.M <= kHeldRows / 2 || shape.K < kLeastCols ||
-      blocks > kHeldBlocks || blocks == 2 || (blocks > 1 && shape.normalizes) ||
-      (shape.byte_x && (blocks > 1 || strips_per_sm(shape) <= kWide)))
-    return false;
-  const std::int64_t pairs = ceil_div(shape.N, 2 * kStripRows);
-  const std::int64_t strips = 2 * ceil_div<std::int64_t>(pairs, kClusters[blocks - 1]);
-  const std::int64_t parts = blocks * ceil_div<std::int64_t>(shape.M, blocks) * strips;
-  if (blocks == 1) return kHeldBytes + operand_bytes(shape) <= kMostBytes;
-  return kHeldBytes + parts * kStripRows * std::int64_t{sizeof(float)} <= kMostBytes;
+  constexpr std::int32_t kMostBytes = 227 * 1024, kLeastCols = kOnceMostCols / 2;
+  return shape.format == WeightFormat::kInt4 && shape.normalizes && groups_are_whole(shape) &&
+         !shape.makes_codes && shape.M > kHeldRows / 2 && shape.M <= kHeldRows &&
+         shape.K >= kLeastCols && shape.K <= kOnceMostCols &&
+         kHeldBytes + operand_bytes(shape) <= kMostBytes;
 }
 
 }  // namespace ridgeline::gemm_config

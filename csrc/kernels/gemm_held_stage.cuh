@@ -10,6 +10,7 @@ namespace ridgeline::gemm_held {
 
 using namespace gemm_detail;
 using gemm_config::kHeldRows, gemm_config::kStripRows;
+using T = __nv_bfloat16;
 
 // ---- Constants ----------------------------------------------------------------------------------
 
@@ -25,12 +26,10 @@ static_assert(kWarps * kCols == gemm_config::kOnceMostCols);
 
 struct HeldParams {
   GemmParams gemm;
-  gemm_strips::StripOrder order;  // of the strips of a cluster
+  gemm_strips::StripOrder order;  // of the strips of a block
   device::Divisor group;          // columns that share a scale
-  std::int32_t slices;            // of kCols columns, a block has
+  std::int32_t slices;            // of kCols columns, that K has
   std::int32_t blocks;            // of 64 columns, a strip has
-  std::int32_t strips;            // a cluster has at most
-  std::int32_t rows_each;         // rows of x that a block of a cluster finishes
 };
 
 // ---- Shared memory ------------------------------------------------------------------------------
@@ -69,7 +68,7 @@ struct Ring {
   const char *words, *scales;  // of the next strip; scales of two lanes zero points
   std::int64_t to_up, to_next;  // bytes of words from an even strip to the odd one after it, and on
   int scales_to_up, scales_to_next;
-  int strips, there;  // of the cluster; blocks of the slice that there are
+  int strips, there;  // of the block; blocks of the slice that there are
   bool asks;          // for scales
   int asked = 0;
 
@@ -113,48 +112,26 @@ struct Ring {
 };
 
 /// A warp's columns of all rows of x, as operands: eight words for each 64 columns.
-template <class T>
 struct XOfWarp {
   std::uint32_t words[kBlocks][8];
   gemm_strips::Normed<T, 4> norm[kBlocks];
 
   /// A lane asks for 8 columns of row lane / 8 and of the fourth after it; zeros past M and K.
   __device__ __forceinline__ void load(const GemmParams& p, int column, int lane) {
-    const bool bytes = p.x.dtype == DType::kFloat8E4M3;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int m = lane / 8 + j * 4, at = column + i * 64 + lane % 8 * 8;
-        const std::int64_t offset = m * p.x.stride_row + at;
         uint4 raw{};
-        if (m < p.M && at < p.K) {
-          if (bytes) {
-            const uint2 codes = __ldcg(reinterpret_cast<const uint2*>(
-                static_cast<const std::uint8_t*>(p.x.data) + offset));
-            raw.x = codes.x, raw.y = codes.y;
-          } else {
-            raw = __ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.x.data) + offset));
-          }
-        }
+        if (m < p.M && at < p.K)
+          raw = __ldcg(reinterpret_cast<const uint4*>(static_cast<const T*>(p.x.data) +
+                                                      m * p.x.stride_row + at));
         words[i][j * 4] = raw.x, words[i][j * 4 + 1] = raw.y;
         words[i][j * 4 + 2] = raw.z, words[i][j * 4 + 3] = raw.w;
       }
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) norm[i].load(p, column + i * 64 + lane % 8 * 8);
-  }
-
-  __device__ __forceinline__ void expand() {
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i)
-#pragma unroll
-      for (int j = 0; j < 8; j += 4) {
-        std::uint32_t low[2], high[2];
-        device::convert_e4m3<T>(words[i][j], low);
-        device::convert_e4m3<T>(words[i][j + 1], high);
-        words[i][j] = low[0], words[i][j + 1] = low[1];
-        words[i][j + 2] = high[0], words[i][j + 3] = high[1];
-      }
   }
 
   /// Meets the norm's weight, and leaves the sums of the slice's squares.

@@ -26,7 +26,7 @@ void launch_strips(const GemmParams& params, Stream stream);
 void launch_digits(const GemmParams& params, Stream stream);
 void launch_once(const GemmParams& params, Stream stream);
 void launch_once_rows(const GemmParams& params, Stream stream);
-void launch_held(const GemmParams& params, const gemm_config::Config& config, Stream stream);
+void launch_held(const GemmParams& params, Stream stream);
 void launch_cluster(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
 /// The cluster kernel's tiles of gemm_config::kWideCols weight rows; x e4m3, or its terms.

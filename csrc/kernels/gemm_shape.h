@@ -18,11 +18,10 @@ constexpr int kDigitsCols = 512;    // columns of K that a warp of the latter ta
 constexpr int kOnceCols = 256;  // of K that a warp has where registers hold the weight, ...
 constexpr int kOnceMostCols = 16 * kOnceCols;  // ... and all of a block
 constexpr int kOnceRows = 8;                   // the most of x there, by int4
-constexpr int kHeldRows = 8;      // the most of the kernel that holds x in registers, ...
-constexpr int kHeldBlocks = 4;    // ... blocks of a cluster, each with kOnceMostCols columns, ...
-constexpr int kHeldStages = 4;    // ... stages of a warp's ring ...
+constexpr int kHeldRows = 8;    // the most of the kernel that holds x in registers, ...
+constexpr int kHeldStages = 4;  // ... stages of a warp's ring ...
 constexpr int kHeldStageBytes = 2144;
-constexpr int kHeldBytes = 156 * 1024;  // ... and shared memory, besides parts of sums
+constexpr int kHeldBytes = 156 * 1024;  // ... and shared memory, besides bias and residual
 constexpr int kTallRows = 128;      // of x, in a tall tile of the cluster kernel
 constexpr int kNormRows = 16;       // of x that the cluster kernel folds a norm of
 constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
@@ -59,7 +58,7 @@ enum class Path : std::uint8_t {
   kGrouped,  // Hopper, dense, where bits may not depend on M: the experts' kernel, of one
   kTurns,    // Hopper, dense, more rows, an activation: two warpgroups take tiles by turns
   kOnce,     // Hopper, one row, of int4 a few, a small weight of 4 or 8 bits: registers hold it
-  kHeld,     // Hopper, int4, 5 to 8 rows: registers hold x
+  kHeld,     // Hopper, int4, 5 to 8 rows with a norm: registers hold x
 };
 
 struct Shape {
@@ -82,7 +81,7 @@ struct Shape {
   bool library;         // cuBLASLt can be opened
   bool batch_invariant;
   bool chained;     // kernels follow each other, and this one requests its weights meanwhile
-  bool normalizes;  // x meets its norm in the product's kernel, where that can
+  bool normalizes;  // x has a norm, which some of the kernels can fold
   bool makes_codes = false;          // and becomes e4m3 there
   bool wide_groups = false;          // of 256 columns of x have scales
   bool gates_alone = false;  // silu_mul to bfloat16 of fp8 rows with a scale each, and nothing else
@@ -125,6 +124,7 @@ struct Config {
   std::int32_t tile_rows;  // of the kernels that have tiles of x
   std::int32_t tile_cols;  // of the weight, in Hopper's kernels that have tiles of it
   bool fused;              // the epilogue is in the product's kernel
+  bool folds_norm = false;     // x meets its norm there, and not in a kernel ahead
   bool splits_x = false;   // kCluster: x becomes two terms of e4m3 first
   bool shares_stages = false;  // kCluster: three warpgroups take stages of whole tiles by turns
   std::int32_t tail = 0;   // kExpand: last stages of each tile that blocks besides multiply ahead
