@@ -1,4 +1,4 @@
-"""Drop-in use: a transformers model as it is, after ``optimize_``, and in int4; an encoder's MLP.
+"""Drop-in use: a transformers model as it is, after ``optimize_``, and quantised; an encoder's MLP.
 
 The decoder has the shapes of Llama-3.1-8B and random weights, made on the device (on the CPU: a
 small one of its kind). ``eager``: ``generate()`` as it comes, prompt included. ``graphs``: the same
@@ -187,10 +187,12 @@ def main() -> None:
     print(done)
     measure_decoder(bench, model, "ridgeline", compile_too)
     done.undo()
-    print(quantize_(model, "int4"))
-    gc.collect()
-    optimize_(model)
-    measure_decoder(bench, model, "ridgeline int4", compile_too)
+    for format in ("int4", "w4a8"):
+        model = make_model(bench.device, layers)  # quantised for good
+        print(quantize_(model, format))
+        gc.collect()
+        optimize_(model)
+        measure_decoder(bench, model, f"ridgeline {format}", compile_too)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,8 @@ class Linear(Protocol):
 
     @property
     def folded_rows(self) -> int:
-        """Up to so many rows norm and residual add no kernel to the product's on Hopper."""
+        """Up to so many rows norm and residual add no kernel to the product's on Hopper, but of
+        int4 from five rows on where rows have more than 4096 columns or groups less than 128."""
         ...
 
     @property
