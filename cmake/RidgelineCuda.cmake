@@ -168,7 +168,8 @@ function(ridgeline_compile_cuda sources result)
   add_custom_command(
     OUTPUT "${object}"
     COMMAND ${CMAKE_COMMAND} -E make_directory "${CMAKE_CURRENT_BINARY_DIR}/cuda"
-    COMMAND ${launcher} "${ridgeline_nvcc}" -c "${source}"
+    COMMAND ${CMAKE_COMMAND} -P "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/RidgelineNvcc.cmake" --
+      ${launcher} "${ridgeline_nvcc}" -c "${source}"
       -o "${object}" -MD -MF "${object}.d" -std=c++20 -O2 ${gencode}
       -I "${CMAKE_CURRENT_SOURCE_DIR}/csrc"
       -ccbin "${CMAKE_CXX_COMPILER}" -Xcompiler=-fPIC,-fvisibility=hidden,-Wall
