@@ -35,7 +35,7 @@ struct Int4 {
     zeros = ahead + Layout::zeros_at(box, params) + at;
   }
 
-  /// What those of a stage are from.
+  /// Where a stage's scales and zero points are counted from.
   struct Scales {
     const char* at;
     int before;  // rows' worth of other groups, ahead of its own
