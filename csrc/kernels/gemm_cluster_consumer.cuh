@@ -152,6 +152,7 @@ struct Consumer {
       }
       last = place;
     });
+    for (auto& of_box : a) ptx::hold_registers(of_box);
   }
 
   /// Both products of a stage run while the operands of the next one are made, in twice as many

@@ -99,6 +99,7 @@ struct Int4Loops {
         add_scaled(by.sums[u], part, scale, 0);
         scale = next_scale;
       }
+    ptx::hold_registers(a[0]);
   }
 
   /// Scales in the operands.
