@@ -197,6 +197,18 @@ def fp8(layer: Layer) -> None:
         layer.measure("fp8_linear", make, calls, like=like, x=x, chained=True)
 
 
+def fp8_weight_blocks(layer: Layer) -> None:
+    """x in bf16, a scale a block of 128 x 128 weights."""
+
+    def make() -> list[Tensor]:
+        scale = layer.scales(-(-layer.N // 128), -(-layer.K // 128))
+        return [layer.x(), layer.weight().to(FP8), scale]
+
+    like = tuple(make())
+    calls = {"ridgeline": ops.fp8_linear}
+    layer.measure("fp8_linear", make, calls, like=like, x="bf16", scales="blocks")
+
+
 def fp8_blocks(layer: Layer) -> None:
     """A scale a block of 128 x 128 weights and a group of 128 columns of x."""
 
@@ -250,7 +262,7 @@ def main() -> None:
     for K, N in shapes:
         for M in rows:
             layer = Layer(bench, M, K, N)
-            for measure in (dense, int4, tinygemm, fp8, int8):
+            for measure in (dense, int4, tinygemm, fp8, fp8_weight_blocks, int8):
                 measure(layer)
     if bench.device == "cpu" or given.rows:
         return
