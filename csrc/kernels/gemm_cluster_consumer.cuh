@@ -28,6 +28,17 @@ struct Strips {
   }
 };
 
+/// Adds `part` times the scales of a thread's two weight rows to sums, from octet `first` on.
+template <int kAll, int kPart>
+__device__ __forceinline__ void add_scaled(float (&sums)[kAll][4], const float (&part)[kPart][4],
+                                           float2 scale, int first) {
+#pragma unroll
+  for (int j = 0; j < kPart * 4; ++j) {
+    float& sum = sums[first + j / 4][j % 4];
+    sum = fmaf(j % 4 < 2 ? scale.x : scale.y, part[j / 4][j % 4], sum);
+  }
+}
+
 /// A warpgroup that multiplies: 64 weight rows by all rows of x, or kWholeUnits times as many, all
 /// of a tile whose stages the kGroups warpgroups share out. Which loop its stages go through,
 /// gemm_cluster_loops.cuh says.
@@ -133,6 +144,53 @@ struct Consumer {
     } else {
       run_boxes_by_turns(expand);
     }
+  }
+
+  /// Operands in registers, up to kRows rows of x, whose products of a stage go to registers of
+  /// their own, which are scaled and added in float32: take(unit, stage, i) reads a stage's weights
+  /// of a unit and returns the scales of the thread's two rows, expand(box, a) makes operands of
+  /// them. While the second half is multiplied, the first of the next stage is expanded. H200, us,
+  /// scaled weights and so, int4: 16 rows of 4096 x 4096 7.8 and 7.4, 14336 x 4096 20.0 and 16.9,
+  /// 4096 x 28672 29.0 and 24.2; 32 rows of these 8.0 and 7.9, 20.3 and 18.9, 28.8 and 26.6; fp8
+  /// with scales of blocks, 16 rows: 8.6 and 7.6, 24.0 and 20.4, 49.1 and 39.4. Sums of 64 rows
+  /// leave no registers for it.
+  template <int kRows, class Take, class Expand>
+  __device__ __forceinline__ void run_scaled_sums(Take take, Expand expand) {
+    if (turn >= count) return;
+    std::uint32_t a[2][4][4] = {};
+    Reader at = reader();
+    int i = turn;
+    Stage stage = at.wait();
+    float2 scale{}, next_scale{};
+    if (has_strip(0)) scale = take(0, stage, i), expand(0, a[0]);
+    bool more = true;
+#pragma unroll 1
+    while (more)
+#pragma unroll
+      for (int u = 0; u < kUnits; ++u) {
+        const bool ends = u == kUnits - 1;  // the stage
+        const int next = ends ? 0 : u + 1, place = at.stage;
+        float part[kRows / 8][4];
+        multiply_registers(stage.x, a[0], part, false);
+        if (has_strip(u)) expand(1, a[1]);
+        multiply_registers(stage.x + half(), a[1], part, true);
+        if (ends) {
+          more = i + turns < count;
+          if (more) i += turns, at.advance(turns), stage = at.wait();
+        }
+        // Behind the last stage that one is expanded once more: a branch costs every stage.
+        if (has_strip(next)) next_scale = take(next, stage, i);
+        ptx::wgmma_wait<1>();
+        ptx::hold_registers(a[0]);
+        if (has_strip(next)) expand(0, a[0]);
+        ptx::wgmma_wait<0>();
+        ptx::hold_registers(part);
+        ptx::hold_registers(a[1]);
+        if (ends) release(place);
+        add_scaled(sums[u], part, scale, 0);
+        scale = next_scale;
+      }
+    ptx::hold_registers(a[0]);
   }
 
   /// The product of one box of x runs while the operands of the other are made.

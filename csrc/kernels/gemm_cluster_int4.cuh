@@ -6,17 +6,6 @@
 /// how products in parts become sums.
 namespace ridgeline::gemm_cluster {
 
-/// Adds `part` times the scales of a thread's two weight rows to sums, from octet `first` on.
-template <int kAll, int kPart>
-__device__ __forceinline__ void add_scaled(float (&sums)[kAll][4], const float (&part)[kPart][4],
-                                           float2 scale, int first) {
-#pragma unroll
-  for (int j = 0; j < kPart * 4; ++j) {
-    float& sum = sums[first + j / 4][j % 4];
-    sum = fmaf(j % 4 < 2 ? scale.x : scale.y, part[j / 4][j % 4], sum);
-  }
-}
-
 /// kHeld: of the scales of all stages, which are one request.
 template <class T, class Layout, bool kHeld>
 struct Int4 {

@@ -38,68 +38,31 @@ struct Int4Loops {
   }
 
   /// Stages that lie in one group, by up to kRows rows of x: what is expanded is the difference to
-  /// the zero point, its products go to registers of their own, which are scaled and added in
-  /// float32. While the second half is multiplied, the first of the next stage is expanded. H200,
-  /// us, scaled weights and so: 16 rows of 4096 x 4096 7.8 and 7.4, 14336 x 4096 20.0 and 16.9, 4096
-  /// x 28672 29.0 and 24.2; 32 rows of these 8.0 and 7.9, 20.3 and 18.9, 28.8 and 26.6. Sums of 64
-  /// rows leave no registers for it.
+  /// the zero point.
   template <int kRows>
   __device__ __forceinline__ void run_scaled_sums() {
-    if (by.turn >= by.count) return;
-    std::uint32_t a[2][4][4] = {};
-    auto reader = by.reader();
     const Units units = this->units();
     const bool has_zeros = params.gemm.weight.zeros != nullptr;
     device::Int4Differences<T> differences;
     differences.set(0, Int4Layout::kSymmetricZero);
     differences.set(1, Int4Layout::kSymmetricZero);
-    uint4 first, second;
-    float2 scale{}, next_scale{};
-    const auto take = [&](int u, const Stage& stage, int i, float2& scale) {
-      const Weights& weights = units.of[u];
-      const auto scales = scales_of(stage, i);
-      first = weights.words_of(stage.weight, 0);
-      second = weights.words_of(stage.weight, 1);
-      scale = weights.scales_of_rows(scales);
-      if (has_zeros)
-#pragma unroll
-        for (int r = 0; r < 2; ++r) differences.set(r, weights.zero_of(scales, 0, r));
-    };
-    const auto expand = [&](const uint4& words, std::uint32_t (&to)[4][4]) {
-      Weights::expand(words, differences, differences, to);
-    };
+    uint4 words[2];
     wait_for_scales();
-    int i = by.turn;
-    Stage stage = reader.wait();
-    if (by.has_strip(0)) take(0, stage, i, scale), expand(first, a[0]);
-    bool more = true;
-#pragma unroll 1
-    while (more)
+    by.template run_scaled_sums<kRows>(
+        [&](int u, const Stage& stage, int i) {
+          const Weights& weights = units.of[u];
+          const auto scales = scales_of(stage, i);
+          words[0] = weights.words_of(stage.weight, 0);
+          words[1] = weights.words_of(stage.weight, 1);
+          const float2 scale = weights.scales_of_rows(scales);
+          if (has_zeros)
 #pragma unroll
-      for (int u = 0; u < kUnits; ++u) {
-        const bool ends = u == kUnits - 1;  // the stage
-        const int next = ends ? 0 : u + 1, place = reader.stage;
-        float part[kRows / 8][4];
-        by.multiply_registers(stage.x, a[0], part, false);
-        if (by.has_strip(u)) expand(second, a[1]);
-        by.multiply_registers(stage.x + by.half(), a[1], part, true);
-        if (ends) {
-          more = i + by.turns < by.count;
-          if (more) i += by.turns, reader.advance(by.turns), stage = reader.wait();
-        }
-        // Behind the last stage that one is expanded once more: a branch costs every stage.
-        if (by.has_strip(next)) take(next, stage, i, next_scale);
-        ptx::wgmma_wait<1>();
-        ptx::hold_registers(a[0]);
-        if (by.has_strip(next)) expand(first, a[0]);
-        ptx::wgmma_wait<0>();
-        ptx::hold_registers(part);
-        ptx::hold_registers(a[1]);
-        if (ends) by.release(place);
-        add_scaled(by.sums[u], part, scale, 0);
-        scale = next_scale;
-      }
-    ptx::hold_registers(a[0]);
+            for (int r = 0; r < 2; ++r) differences.set(r, weights.zero_of(scales, 0, r));
+          return scale;
+        },
+        [&](int box, std::uint32_t(&a)[4][4]) {
+          Weights::expand(words[box], differences, differences, a);
+        });
   }
 
   /// Scales in the operands.

@@ -72,6 +72,20 @@ template <class Consumer>
 __device__ __forceinline__ void run_expanded_fp8(Consumer& by) {
   if constexpr (!Consumer::kPartial) {  // whose weights have no scales of blocks
     if (by.params.gemm.weight.scale_layout == ScaleLayout::kBlock) {
+      // A scale of sums, not of as many weights: other bits than those of more rows.
+      if constexpr (Consumer::kTokens <= 32) {
+        if (!by.params.gemm.batch_invariant) {
+          Stage stage;
+          return by.template run_scaled_sums<Consumer::kTokens>(
+              [&](int, const Stage& next, int i) {
+                stage = next;
+                return block_scale(by, by.begin + i);
+              },
+              [&](int box, std::uint32_t(&a)[4][4]) {
+                expand_fp8<false>(by, stage, by.strip_of(0), box, {}, a);
+              });
+        }
+      }
       float2 scale, next_scale = block_scale(by, by.begin + by.turn);
       return by.run_expanded([&](int i, const Stage& stage, int u, int box,
                                  std::uint32_t(&a)[4][4]) {
