@@ -7,8 +7,8 @@ namespace ridgeline::gemm_cluster {
 
 /// 16 rows of fp8 weights, 64 columns from `box` on, as operands; times a scale, rounded once.
 template <bool kScaled, class Consumer>
-__device__ __forceinline__ void expand_fp8(const Consumer& of, const Stage& stage, int strip, int box, float2 scale,
-                           std::uint32_t (&a)[4][4]) {
+__device__ __forceinline__ void expand_fp8(const Consumer& of, const Stage& stage, int strip, int box,
+                                           float2 scale, std::uint32_t (&a)[4][4]) {
   using T = typename Consumer::T;
   const char* of_warp = stage.weight + of.params.weights_at + strip * kStripRows * kRowBytes;
 #pragma unroll
