@@ -112,10 +112,55 @@ def test_chunks_of_few_rows_go_round_the_warps(K: int, kind: str, gated: bool) -
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", ["fp8", "fp8_blocks", "int4"])
-@pytest.mark.parametrize("mean", [9, 16, 22, 30, 44, 60])
+@pytest.mark.parametrize("mean", [9, 16, 22, 30, 44, 60, 75, 120])
 def test_some_rows_meet_tiles_of_as_many(mean: int, kind: str, gated: bool, device: str) -> None:
-    """Tiles of 16, 24, 32, 48, 64 and 80 rows; one expert has more rows than its tile."""
+    """Tiles of 16, 24, 32, 48, 64, 80 and 88 rows; one expert has more rows than its tile."""
     check(kind, [2 * mean, 0, mean + 1, mean - 1], 288, 384, gated, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("mean", [4, 22, 70])
+@pytest.mark.parametrize("K", [1152, 400, 48])  # whole units of 128 columns, and parts of one
+def test_rows_in_two_terms_keep_their_bits(
+    K: int, mean: int, blocks: bool, gathered: bool, device: str
+) -> None:
+    """Rows of magnitudes far apart, one of zeros, and in each values a thousandth of its largest. A
+    value that is not finite stays in its row."""
+    N, counts = 288, [2 * mean, 0, mean + 1, mean - 1]
+    M, experts = sum(counts), len(counts)
+    generator = torch.Generator().manual_seed(0)
+    weight = (torch.randn(experts * N, K, generator=generator) / K**0.5).to(device, torch.bfloat16)
+    codes, scale = blocks_of(weight, experts) if blocks else ops.quantize_fp8(weight, "row")
+    wide = expanded(scale, N, K) if blocks else scale.view(experts, N, 1)
+    codes = codes.view(experts, N, K)
+    dense = codes.double() * wide.double()
+    x = torch.randn(M, K, generator=generator) * 2.0 ** torch.randint(
+        -60, 60, (M, 1), generator=generator
+    )
+    x[:, ::2] /= 1000
+    x[3] = 0
+    x = x.to(device, torch.bfloat16)
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+    order = torch.randperm(M, generator=generator) if gathered else torch.arange(M)
+    rows = order.to(device, torch.int32) if gathered else None
+    chosen = torch.arange(experts).repeat_interleave(torch.tensor(counts))
+    scale = scale if blocks else scale.view(experts, N)
+    out = ops.grouped_fp8_linear(x, codes, scale, offsets, rows=rows)
+    expected = torch.stack([dense[chosen[s]] @ x[order[s]].double() for s in range(M)])
+    error = (out.double() - expected).norm(dim=1)
+    assert (error <= 4e-3 * expected.norm(dim=1)).all()
+    last = x[5, K - 1].clone()
+    for value in (torch.inf, torch.nan):
+        x[5, K - 1] = value
+        broken = ops.grouped_fp8_linear(x, codes, scale, offsets, rows=rows)
+        bad = int((order == 5).nonzero())
+        others = torch.arange(M) != bad
+        assert torch.equal(broken[others], out[others])
+        assert not broken[bad][dense[chosen[bad], :, K - 1] != 0].isfinite().any()
+    x[5, K - 1] = last
+    assert torch.equal(ops.grouped_fp8_linear(x, codes, scale, offsets, rows=rows), out)
 
 
 @pytest.mark.parametrize("device", DEVICES)

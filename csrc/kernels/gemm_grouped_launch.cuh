@@ -122,6 +122,18 @@ void launch_gather(const GroupedGemmParams& params, void* to, Stream stream);
 constexpr int kColsOfSums = 256, kColsWithSums = 320;
 void launch_gather_with_sums(const GroupedGemmParams& params, void* to, Stream stream);
 
+/// Columns of a term of x, behind which lie those of the other.
+constexpr int kColsOfTerm = 128;
+
+/// Of a row of x as two terms, zeros behind the last column.
+inline std::int64_t cols_of_terms(const GroupedGemmParams& params) {
+  return std::int64_t{2} * round_up(params.gemm.K, kColsOfTerm);
+}
+
+/// Rows of bfloat16 in the order of y as two terms of e4m3, each row in a unit of its own, a power
+/// of two, which is NaN where a value is not finite.
+void launch_split_rows(const GroupedGemmParams& params, void* terms, float* units, Stream stream);
+
 /// Zeros.
 void launch_clear(unsigned* to, std::int64_t count, Stream stream);
 

@@ -123,7 +123,7 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
                 .weight = weight_map<Tile>(params),
                 .columns = ceil_div(p.N, Tile::kCols),
                 .steps = ceil_div(p.K, Tile::kDepth)};
-  if (Tile::kSome && !Tile::kInt4) launch.steps = round_up(launch.steps, 2);
+  if (Tile::kSome && Tile::kExpands && !Tile::kInt4) launch.steps = round_up(launch.steps, 2);
   const void* x = p.x.data;
   std::int64_t x_rows = params.x_rows, x_stride = p.x.stride_row;
   launch.ordered = is_ordered(params);
@@ -144,17 +144,19 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
     x_rows = p.M;
     x_stride = Tile::kMasked ? cols_with_sums(params) : p.K;
   }
+  launch.gathered |= Tile::kTerms;  // the kernel that splits rows has waited
   launch.in_order = params.rows == nullptr || x == p.workspace;
   if constexpr (Tile::kInt4) add_scales<Tile>(launch);
   const std::int64_t blocks = shape_ring<Tile>(launch);
-  launch.joined = Tile::kMasked || (Tile::kBoxes > 1 && p.K % Tile::kBoxDepth == 0);
+  launch.joined =
+      Tile::kMasked || Tile::kTerms || (Tile::kBoxes > 1 && p.K % Tile::kBoxDepth == 0);
   const int box_rows = box_rows_of<Tile>(launch.row_tile);
   if (launch.joined) {
     launch.x = device::swizzled_map(
         {.dtype = p.x.dtype,
          .data = x,
          .sizes = {Tile::kBoxDepth, x_rows,
-                   (Tile::kMasked ? x_stride : p.K) / Tile::kBoxDepth, 1},
+                   (Tile::kMasked || Tile::kTerms ? x_stride : p.K) / Tile::kBoxDepth, 1},
          .strides = {x_stride, Tile::kBoxDepth, Tile::kBoxDepth}},
         box_rows, Tile::kBoxDepth, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, Tile::kBoxesOfX);
   } else if (launch.in_order) {
@@ -227,6 +229,22 @@ void launch_x(const GroupedGemmParams& params, Stream stream) {
   launch_tiles<Tile<T, X, kFormat, 2, kManyRows, Int4Way{}, kBlocks>>(params, stream);
 }
 
+/// fp8 by some rows of x in terms, which have no tiles of 80 rows: of 256 tokens of top 2 in 8
+/// experts of 14336 x 4096 one expert has 84, and twice the tiles are two waves (H200, lab, us, 234
+/// and, of 88 rows, 148).
+template <bool kBlocks>
+void launch_terms(const GroupedGemmParams& params, Stream stream) {
+  const float most = most_rows(params);
+  const auto launch = [&](auto rows) {
+    launch_tiles<Tile<__nv_bfloat16, std::uint8_t, WeightFormat::kFp8, 4, decltype(rows)::value,
+                      Int4Way{}, kBlocks>>(params, stream);
+  };
+  if (most <= 32) return launch(std::integral_constant<int, 32>{});
+  if (most <= 48) return launch(std::integral_constant<int, 48>{});
+  if (most <= 64) return launch(std::integral_constant<int, 64>{});
+  launch(std::integral_constant<int, 88>{});
+}
+
 template <class T>
 void launch_format(const GroupedGemmParams& params, Stream stream) {
   const bool fp8_x = params.gemm.x.dtype == DType::kFloat8E4M3;
@@ -263,12 +281,21 @@ bool runs_on_wgmma(const GroupedGemmParams& params) {
 }
 
 std::size_t sm90_workspace_bytes(const GroupedGemmParams& params) {
+  if (has_terms(params)) return terms_bytes(params) + params.gemm.M * sizeof(float);
   if (params.rows == nullptr || has_few_rows(params) || is_for_digits(params)) return 0;
   const std::int64_t counts = gathers_inside(params) ? claims_count(params) * 4 : 0;
   return static_cast<std::size_t>(gathered_bytes(params) + counts);
 }
 
 void launch_sm90(const GroupedGemmParams& params, Stream stream) {
+  if (has_terms(params)) {
+    const GroupedGemmParams terms = of_terms(params);
+    launch_split_rows(params, params.gemm.workspace, const_cast<float*>(terms.gemm.x.scale),
+                      stream);
+    return params.gemm.weight.scale_layout == ScaleLayout::kBlock
+               ? launch_terms<true>(terms, stream)
+               : launch_terms<false>(terms, stream);
+  }
   device::dispatch_half(params.gemm.dtype, [&](auto type) {
     launch_format<typename decltype(type)::type>(params, stream);
   });

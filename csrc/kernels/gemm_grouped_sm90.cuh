@@ -43,8 +43,8 @@ struct Int4Way {
 };
 
 /// kConsumers_ warpgroups of 64 weight rows each by up to kRows_ rows of x: of few rows one or two,
-/// of some four, of many two. X: T, or std::uint8_t, which stands for e4m3.
-/// kBlocks_: of fp8 that is expanded, whether its scales are of blocks.
+/// of some four, of many two. X: T, or std::uint8_t, which stands for e4m3, some rows of which are
+/// bfloat16 in two terms. kBlocks_: of fp8 by 16 bits, whether its scales are of blocks.
 template <class T_, class X_, WeightFormat kFormat_, int kConsumers_, int kRows_,
           Int4Way kWay_ = Int4Way{}, bool kBlocks_ = false>
 struct Tile {
@@ -64,6 +64,8 @@ struct Tile {
   // for which one thread or two ask.
   static constexpr bool kCopies = !kInOrder && !kSome;
   static constexpr int kPiece = kInOrder ? 64 : 32;  // rows whose sums lie together
+  static constexpr int kLines = kSome ? 16 : kPiece;  // of shared memory on the way to y
+  static constexpr int kScales = kFp8X ? round_up(kRows, kPiece) : 1;  // of rows of x
   // Boxes of 128 bytes of each row of x in a stage: two of int4 by some rows, four by up to 32, for
   // 50 of a warp's 166 instructions for 128 columns were a stage's, which are half as many so.
   // H200, lab, us, of two and of four: 16 and 64 tokens of 4096 x 28672 139, 158 and 130, 151, of
@@ -74,7 +76,8 @@ struct Tile {
                                     ? 4
                                     : 2;
   static constexpr bool kMasked = kInt4 && kSome && kWay.as == Int4As::kMasked;
-  static constexpr int kBoxesOfX = kMasked ? kBoxesWithSums : kBoxes;
+  static constexpr bool kTerms = kSome && kFp8X;
+  static constexpr int kBoxesOfX = kMasked ? kBoxesWithSums : kTerms ? 2 : kBoxes;
   static constexpr int kBoxDepth = kRowBytes / static_cast<int>(sizeof(X));  // columns of K
   static constexpr int kDepth = kBoxes * kBoxDepth;                          // of a stage
   // Of int4: one for 32 columns, or for the 128 that some rows meet as differences.
@@ -107,7 +110,7 @@ struct Tile {
       kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
   // Whether those who request find their first tile by themselves: expansion has no registers left,
   // and of many rows bf16 took 554 us for 510 so (H200, 256 tokens, 8 experts of 4096 x 28672).
-  static constexpr bool kPlansAhead = kRows <= 32 && !kExpands;
+  static constexpr bool kPlansAhead = kRows <= 32 && !kSome && !kExpands;
   static constexpr float kUnit = kMasked          ? device::kInt4MaskedUnit  // of the sums
                                  : kInt4 && kSome ? device::kInt4Unit<T>
                                                   : 1.0f;
@@ -187,8 +190,8 @@ template <class Tile>
 struct Shared {
   using T = typename Tile::T;
 
-  alignas(1024) T out[Tile::kConsumers][Tile::kPiece][kOutColumns];
-  float x_scale[Tile::kFp8X ? 2 : 1][Tile::kFp8X ? Tile::kRows : 1];  // of an item, by turns
+  alignas(1024) T out[Tile::kConsumers][Tile::kLines][kOutColumns];
+  float x_scale[Tile::kFp8X ? 2 : 1][Tile::kScales];  // of an item, by turns
   alignas(8) std::uint64_t full[kMaxStages], free[kMaxStages];
   alignas(16) std::conditional_t<Tile::kPlanned, Planned<Tile>, NotPlanned> planned;
   alignas(1024) std::uint8_t ring[];

@@ -46,7 +46,7 @@ __device__ __forceinline__ void consume_planned(const Launch& launch, Shared<Til
     factors.take(planned.columns[at][row], planned.columns[at][row + 8]);
     const float* x_scale = shared.x_scale[Tile::kFp8X ? at : 0];
     if constexpr (Tile::kSome) {
-      store_some<Tile>(launch, shared, item, sums, factors, here);
+      store_some<Tile>(launch, shared, item, sums, x_scale, factors, here);
     } else if (is_gated(launch.grouped.gemm.activation)) {
       store_boxes<Tile, true>(launch, shared, item, sums, x_scale, factors, here, turn);
     } else {

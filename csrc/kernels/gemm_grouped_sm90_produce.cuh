@@ -46,7 +46,7 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
     ptx::copy_tensor_5d(to.weight(), &launch.weight, full, k * Tile::kDepth, 0, 0,
                         item.column * (Tile::kCols / 16), item.expert);
   }
-  if (kX && Tile::kBoxes > 1 && launch.joined) {
+  if (kX && Tile::kBoxesOfX > 1 && launch.joined) {
     ptx::copy_tensor_4d(to.x(), &launch.x, full, 0, item.row0, k * Tile::kBoxesOfX, 0);
   } else if (kX) {
     for (int i = 0; i < boxes; ++i)

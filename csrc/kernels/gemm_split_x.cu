@@ -7,6 +7,7 @@
 #include "device/reduce.cuh"
 #include "device/row.cuh"
 #include "device/vec.cuh"
+#include "kernels/gemm_grouped_launch.cuh"
 #include "kernels/gemm_launch.cuh"
 
 namespace ridgeline::gemm_detail {
@@ -14,14 +15,21 @@ namespace {
 
 using T = __nv_bfloat16;
 
+/// RowOf: row_of(m) is the row of x that row m of the terms is. Where kernels ahead decide it, the
+/// product may not start before they are done.
+template <class RowOf>
 struct SplitParams {
   const T* x;  // [rows, cols]
   std::int64_t stride_x;
+  RowOf row_of;
   std::int32_t cols;
-  std::uint8_t* terms;        // [2, term_rows, cols]
-  std::int64_t second_term;   // from a term to the other
+  std::uint8_t* terms;
+  std::int64_t stride_terms;  // from a row's to the next one's, ...
+  std::int64_t second_term;   // ... from a term to the other, ...
+  std::int32_t gap;           // ... and what lies between kColsTogether columns and the next
   float* units;               // [rows]
 };
+constexpr int kColsTogether = gemm_grouped::kColsOfTerm;
 
 /// The largest of some words.
 struct MaxWord {
@@ -66,16 +74,18 @@ __device__ __forceinline__ device::Vec<std::uint8_t, kCount> take_term(
 ///
 /// Both terms are in the row's unit. Values down to 1/896 of the row's largest magnitude are exact,
 /// smaller ones rounded by at most 2^-17 of it.
-template <class Row>
+template <class Row, class RowOf>
 __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
-    split_x_kernel(const __grid_constant__ SplitParams params) {
+    split_x_kernel(const __grid_constant__ SplitParams<RowOf> params) {
   __shared__ std::uint32_t maxima[2][device::kMaxWarps];
   const std::int64_t m = blockIdx.x;
-  const T* x = params.x + m * params.stride_x;
-
-  ptx::launch_dependents();  // the product's blocks request weights meanwhile
-  device::prefetch_early<Row>(x, params.cols);
+  if (!RowOf::kDecidedAhead) {
+    ptx::launch_dependents();  // the product's blocks request weights meanwhile
+    device::prefetch_early<Row>(params.x + params.row_of(m) * params.stride_x, params.cols);
+  }
   ptx::wait_for_dependencies();
+  if (RowOf::kDecidedAhead) ptx::launch_dependents();
+  const T* x = params.x + params.row_of(m) * params.stride_x;
   Row row(x, params.cols);
   row.load(x);
   bool finite = true;
@@ -93,40 +103,90 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   const bool any_nan = largest > device::kNotFinite<T>;
   if (!finite) largest = largest_of_row(maxima[1]);
   const float unit = unit_of(__uint_as_float(largest << 16)), inverse = 1.0f / unit;
-  // NaN in x is NaN in all of y's row. Infinities take a slow walk over x and weight.
+  // NaN in x is NaN in all of y's row. Infinities take a slow walk over x and weight; of experts'
+  // rows they are as NaN.
+  const bool is_nan = any_nan || (RowOf::kDecidedAhead && !finite);
   if (threadIdx.x == 0)
-    params.units[m] = any_nan ? __uint_as_float(0x7fffffffu) : finite ? unit : -unit;
+    params.units[m] = is_nan ? __uint_as_float(0x7fffffffu) : finite ? unit : -unit;
 
-  std::uint8_t* terms = params.terms + m * params.cols;
+  std::uint8_t* terms = params.terms + m * params.stride_terms;
   row.visit([&](int, int column, auto& piece) {
     if (!finite) device::drop_not_finite<T>(pairs_of(piece));
     auto values = device::floats(piece);
     for (float& value : values.data) value *= inverse;
-    device::store(terms + column, take_term(values));
-    device::store(terms + params.second_term + column, take_term(values));
+    std::uint8_t* to = terms + column + column / kColsTogether * params.gap;
+    device::store(to, take_term(values));
+    device::store(to + params.second_term, take_term(values));
   });
+  const int over = params.cols % kColsTogether;
+  if (params.gap == 0 || over == 0) return;
+  std::uint8_t* last = terms + params.cols / kColsTogether * (kColsTogether + params.gap);
+  for (int column = over + threadIdx.x; column < kColsTogether; column += blockDim.x)
+    last[column] = last[params.second_term + column] = 0;  // behind the last column of x
 }
-
-}  // namespace
 
 // ---- Launch -------------------------------------------------------------------------------------
 
-void launch_split_x(const GemmParams& p, void* terms, float* units, Stream stream) {
-  const SplitParams params{.x = static_cast<const T*>(p.x.data),
-                           .stride_x = p.x.stride_row,
-                           .cols = p.K,
-                           .terms = static_cast<std::uint8_t*>(terms),
-                           .second_term = round_up<std::int64_t>(p.M, 8) * p.K,
-                           .units = units};
+struct InOrder {
+  static constexpr bool kDecidedAhead = false;
+  __device__ std::int64_t operator()(std::int64_t m) const { return m; }
+};
+struct OfExperts {
+  static constexpr bool kDecidedAhead = true;
+  GroupedGemmParams params;
+  __device__ std::int64_t operator()(std::int64_t m) const {
+    return gemm_grouped::row_of_x(params, m);
+  }
+};
+
+template <class RowOf>
+void launch(const GemmParams& p, const SplitParams<RowOf>& params, const char* name,
+            Stream stream) {
   const device::RowLayout layout{
       .rows = p.M, .cols = p.K, .vectors = true,
       .lines = device::all_aligned(128, {p.x.data}, {p.x.stride_row * 2})};
   device::dispatch_row<T, true, true>(layout, [&](auto row_type, int threads) {
     using Row = typename decltype(row_type)::type;
     if constexpr (Row::kWidth > 1)
-      device::launch_chained<split_x_kernel<Row>>(dim3(static_cast<unsigned>(p.M)), dim3(threads),
-                                                  0, stream, params, "linear: split x");
+      device::launch_chained<split_x_kernel<Row, RowOf>>(
+          dim3(static_cast<unsigned>(p.M)), dim3(threads), 0, stream, params, name);
   });
 }
 
+}  // namespace
+
+void launch_split_x(const GemmParams& p, void* terms, float* units, Stream stream) {
+  launch(p,
+         SplitParams<InOrder>{.x = static_cast<const T*>(p.x.data),
+                              .stride_x = p.x.stride_row,
+                              .row_of = {},
+                              .cols = p.K,
+                              .terms = static_cast<std::uint8_t*>(terms),
+                              .stride_terms = p.K,
+                              .second_term = round_up<std::int64_t>(p.M, 8) * p.K,
+                              .gap = 0,
+                              .units = units},
+         "linear: split x", stream);
+}
+
 }  // namespace ridgeline::gemm_detail
+
+namespace ridgeline::gemm_grouped {
+
+void launch_split_rows(const GroupedGemmParams& params, void* terms, float* units, Stream stream) {
+  const GemmParams& p = params.gemm;
+  using namespace gemm_detail;
+  launch(p,
+         SplitParams<OfExperts>{.x = static_cast<const T*>(p.x.data),
+                                .stride_x = p.x.stride_row,
+                                .row_of = {params},
+                                .cols = p.K,
+                                .terms = static_cast<std::uint8_t*>(terms),
+                                .stride_terms = cols_of_terms(params),
+                                .second_term = kColsOfTerm,
+                                .gap = kColsOfTerm,
+                                .units = units},
+         "grouped_linear: split x", stream);
+}
+
+}  // namespace ridgeline::gemm_grouped
