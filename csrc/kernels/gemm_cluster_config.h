@@ -64,6 +64,11 @@ constexpr bool expands_fp8(const Shape& shape) {
   return shape.format == WeightFormat::kFp8 && !meets_bytes(shape);
 }
 
+/// Of fp8 that is expanded, whose sums of 128 columns are scaled.
+constexpr bool scales_blocks(const Shape& shape) {
+  return expands_fp8(shape) && !shape.scales_products;
+}
+
 /// Few rows of x whose bits may depend on M, but of fp8 that is expanded.
 constexpr bool has_cluster_time(const Shape& shape) {
   return shape.M <= kFewRows && !shape.batch_invariant && !expands_fp8(shape);
@@ -159,14 +164,15 @@ constexpr std::int32_t cut_by_stages(const Shape& shape, std::int32_t tiles, Con
   const bool int4 = shape.format == WeightFormat::kInt4, gated = is_gated(shape.activation);
   const bool bytes = int4 && meets_bytes(shape);
   if (shape.M > kRowsByStages || shape.dtype != DType::kBFloat16 || shape.batch_invariant ||
-      !(int4 || (expands_fp8(shape) && shape.scales_products)) || shape.normalizes)
+      !(int4 || expands_fp8(shape)) || shape.normalizes)
     return 0;
   const auto work_of = [&](std::int32_t rows, std::int32_t segments, std::int32_t blocks) {
     return blocks * rows * ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);
   };
-  const std::int32_t most_rows = int4 && !bytes ? kInt4UnitsByStages * kGroupRows
-                                 : int4         ? 4 * kGroupRows
-                                                : kMostOfFp8;
+  const bool scaled = int4 ? !bytes : !shape.scales_products;
+  const std::int32_t most_rows = scaled ? kScaledUnitsByStages * kGroupRows
+                                 : int4 ? 4 * kGroupRows
+                                        : kMostOfFp8;
   const std::int32_t work =
       work_of(round_up(config.tile_cols, kGroupRows), config.segments,
               blocks_per_sm(tiles, config.segments, config.tile_cols));
@@ -238,8 +244,7 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
   }
   for (const std::int32_t rows : {kGroupRows, 2 * kGroupRows - kStripRows, 2 * kGroupRows})
     consider(rows);
-  const bool may_be_three = (int4 || (expanded && shape.scales_products)) &&
-                            !shape.batch_invariant && shape.M <= kFewRows &&
+  const bool may_be_three = expanded && !shape.batch_invariant && shape.M <= kFewRows &&
                             shape.dtype == DType::kBFloat16 && !shape.normalizes;
   if (may_be_three)
     for (const std::int32_t rows : {kBroadCols - kStripRows, kBroadCols}) consider(rows);

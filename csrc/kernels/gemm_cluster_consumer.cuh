@@ -59,7 +59,7 @@ struct Consumer {
   int unit;          // the first one, of 64 rows of the tile
   int warp, lane;    // warp in the warpgroup
   Strips strips;
-  int rows[2];       // of the weight, that the warp's eights begin with: an eight has one scale
+  int first, up_first;  // row of the tile, and of its second half if paired
   Sums sums[kUnits] = {};
 
   static __device__ void hold(Sums& values) { ptx::hold_registers(values); }
@@ -68,6 +68,11 @@ struct Consumer {
   __device__ int strip_of(int u) const { return u < kUnits - 1 ? u * 4 + warp : strips.last; }
   __device__ bool has_strip(int u) const {
     return !kPartial || u < kUnits - 1 || strips.has_last;
+  }
+
+  /// The weight row that row `i` of the tile is. An eight of the warp's has one scale of blocks.
+  __device__ int row_of(int i) const {
+    return params.paired && i >= params.box_rows ? up_first + i - params.box_rows : first + i;
   }
 
   /// Both operands from shared memory: four steps.
@@ -148,8 +153,8 @@ struct Consumer {
 
   /// Operands in registers, up to kRows rows of x, whose products of a stage go to registers of
   /// their own, which are scaled and added in float32: take(unit, stage, i) reads a stage's weights
-  /// of a unit and returns the scales of the thread's two rows, expand(box, a) makes operands of
-  /// them. While the second half is multiplied, the first of the next stage is expanded. H200, us,
+  /// of a unit and returns the scales of the thread's two rows, expand(unit, box, a) makes
+  /// operands of them. While the second half is multiplied, the first of the next stage is expanded. H200, us,
   /// scaled weights and so, int4: 16 rows of 4096 x 4096 7.8 and 7.4, 14336 x 4096 20.0 and 16.9,
   /// 4096 x 28672 29.0 and 24.2; 32 rows of these 8.0 and 7.9, 20.3 and 18.9, 28.8 and 26.6; fp8
   /// with scales of blocks, 16 rows: 8.6 and 7.6, 24.0 and 20.4, 49.1 and 39.4. Sums of 64 rows
@@ -162,7 +167,7 @@ struct Consumer {
     int i = turn;
     Stage stage = at.wait();
     float2 scale{}, next_scale{};
-    if (has_strip(0)) scale = take(0, stage, i), expand(0, a[0]);
+    if (has_strip(0)) scale = take(0, stage, i), expand(0, 0, a[0]);
     bool more = true;
 #pragma unroll 1
     while (more)
@@ -172,7 +177,7 @@ struct Consumer {
         const int next = ends ? 0 : u + 1, place = at.stage;
         float part[kRows / 8][4];
         multiply_registers(stage.x, a[0], part, false);
-        if (has_strip(u)) expand(1, a[1]);
+        if (has_strip(u)) expand(u, 1, a[1]);
         multiply_registers(stage.x + half(), a[1], part, true);
         if (ends) {
           more = i + turns < count;
@@ -182,7 +187,7 @@ struct Consumer {
         if (has_strip(next)) next_scale = take(next, stage, i);
         ptx::wgmma_wait<1>();
         ptx::hold_registers(a[0]);
-        if (has_strip(next)) expand(0, a[0]);
+        if (has_strip(next)) expand(next, 0, a[0]);
         ptx::wgmma_wait<0>();
         ptx::hold_registers(part);
         ptx::hold_registers(a[1]);

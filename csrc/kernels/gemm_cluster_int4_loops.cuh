@@ -60,7 +60,7 @@ struct Int4Loops {
             for (int r = 0; r < 2; ++r) differences.set(r, weights.zero_of(scales, 0, r));
           return scale;
         },
-        [&](int box, std::uint32_t(&a)[4][4]) {
+        [&](int, int box, std::uint32_t(&a)[4][4]) {
           Weights::expand(words[box], differences, differences, a);
         });
   }

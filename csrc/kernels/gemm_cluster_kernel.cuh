@@ -85,13 +85,9 @@ __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
     finish.bring_factors(up_first);
     const Strips strips = kUnits > 0 ? Strips::of(params, warp % 4, turn)
                                      : Strips{unit * 4 + warp % 4, true};
-    const int in_tile = strips.last * kStripRows;
-    const auto row_of = [&](int i) {
-      return params.paired && i >= params.box_rows ? up_first + i - params.box_rows : first + i;
-    };
     Consumer<T, E, Layout, kGroups, kUnits> consumer{
         params, fixed,    ring, begin,  count, turn, params.turns,
-        unit,   warp % 4, lane, strips, {row_of(in_tile), row_of(in_tile + 8)}};
+        unit,   warp % 4, lane, strips, first,  up_first};
     run(consumer);
     if (params.by_turns) {
       ptx::cluster_wait();  // the barriers of both blocks are made

@@ -7,8 +7,8 @@ namespace ridgeline::gemm_cluster {
 
 /// 16 rows of fp8 weights, 64 columns from `box` on, as operands; times a scale, rounded once.
 template <bool kScaled, class Consumer>
-__device__ __forceinline__ void expand_fp8(const Consumer& of, const Stage& stage, int strip, int box,
-                                           float2 scale, std::uint32_t (&a)[4][4]) {
+__device__ __forceinline__ void expand_fp8(const Consumer& of, const Stage& stage, int strip,
+                                           int box, float2 scale, std::uint32_t (&a)[4][4]) {
   using T = typename Consumer::T;
   const char* of_warp = stage.weight + of.params.weights_at + strip * kStripRows * kRowBytes;
 #pragma unroll
@@ -23,17 +23,34 @@ __device__ __forceinline__ void expand_fp8(const Consumer& of, const Stage& stag
     }
 }
 
-/// The scales of the 128 x 128 that a step of K multiplies, of fp8 weights, for the warp's eights.
-template <class Consumer>
-__device__ __forceinline__ float2 block_scale(const Consumer& of, int step) {
-  const GemmParams& p = of.params.gemm;
-  if (p.weight.scale_layout != ScaleLayout::kBlock || step >= of.params.steps) return {1.0f, 1.0f};
-  const float* scales = static_cast<const float*>(p.weight.scales) + step;
-  const auto of_row = [&](int row) {
-    return scales[static_cast<std::int64_t>(min(row, p.N - 1) / kScaleBlock) * of.params.steps];
-  };
-  return {of_row(of.rows[0]), of_row(of.rows[1])};
-}
+/// The scales of the 128 x 128 that a step of K multiplies, of fp8 weights, for the warp's eights of
+/// a unit; 1 where they are not of blocks.
+template <int kUnits>
+struct BlockScales {
+  const float* scales;  // or null
+  int steps;
+  std::int32_t of[kUnits][2];  // first one of an eight's rows
+
+  template <class Consumer>
+  __device__ __forceinline__ explicit BlockScales(const Consumer& by) : steps(by.params.steps) {
+    const GemmParams& p = by.params.gemm;
+    const bool blocks = p.weight.scale_layout == ScaleLayout::kBlock;
+    scales = blocks ? static_cast<const float*>(p.weight.scales) + by.begin : nullptr;
+    steps -= by.begin;
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u)
+#pragma unroll
+      for (int eight = 0; eight < 2; ++eight) {
+        const int row = by.row_of(by.strip_of(u) * kStripRows + eight * 8);
+        of[u][eight] = min(row, p.N - 1) / kScaleBlock * by.params.steps;
+      }
+  }
+  /// Of the block's step `i`.
+  __device__ __forceinline__ float2 at(int i, int u = 0) const {
+    if (!scales || i >= steps) return {1.0f, 1.0f};
+    return {scales[of[u][0] + i], scales[of[u][1] + i]};
+  }
+};
 
 /// Both operands from shared memory, of 64 columns of 16 bits.
 template <class Consumer>
@@ -55,11 +72,12 @@ __device__ __forceinline__ void run_shared(Consumer& by) {
 /// float32.
 template <class Consumer>
 __device__ __forceinline__ void run_in_parts(Consumer& by) {
-  float2 next_scale = block_scale(by, by.begin + by.turn);
+  const BlockScales<1> scales(by);
+  float2 next_scale = scales.at(by.turn);
   by.for_each_stage([&](int i, const Stage& stage, int place) {
     typename Consumer::Sums part;
     const float2 scale = next_scale;
-    next_scale = block_scale(by, by.begin + i + by.turns);
+    next_scale = scales.at(i + by.turns);
     by.multiply_shared(stage, part, false);
     ptx::wgmma_wait<0>();
     by.hold(part);
@@ -70,26 +88,29 @@ __device__ __forceinline__ void run_in_parts(Consumer& by) {
 
 template <class Consumer>
 __device__ __forceinline__ void run_expanded_fp8(Consumer& by) {
-  if constexpr (!Consumer::kPartial) {  // whose weights have no scales of blocks
-    if (by.params.gemm.weight.scale_layout == ScaleLayout::kBlock) {
-      // A scale of sums, not of as many weights: other bits than those of more rows.
-      if constexpr (Consumer::kTokens <= 32) {
-        if (!by.params.gemm.batch_invariant) {
-          Stage stage;
-          return by.template run_scaled_sums<Consumer::kTokens>(
-              [&](int, const Stage& next, int i) {
-                stage = next;
-                return block_scale(by, by.begin + i);
-              },
-              [&](int box, std::uint32_t(&a)[4][4]) {
-                expand_fp8<false>(by, stage, by.strip_of(0), box, {}, a);
-              });
-        }
+  if (by.params.gemm.weight.scale_layout == ScaleLayout::kBlock) {
+    // A scale of sums, not of as many weights: other bits than those of more rows.
+    if constexpr (Consumer::kTokens <= 32 &&
+                  Consumer::kUnits <= gemm_config::kScaledUnitsByStages) {
+      if (Consumer::kPartial || !by.params.gemm.batch_invariant) {
+        const BlockScales<Consumer::kUnits> scales(by);
+        Stage stage;
+        return by.template run_scaled_sums<Consumer::kTokens>(
+            [&](int u, const Stage& next, int i) {
+              stage = next;
+              return scales.at(i, u);
+            },
+            [&](int u, int box, std::uint32_t(&a)[4][4]) {
+              expand_fp8<false>(by, stage, by.strip_of(u), box, {}, a);
+            });
       }
-      float2 scale, next_scale = block_scale(by, by.begin + by.turn);
+    }
+    if constexpr (!Consumer::kPartial) {
+      const BlockScales<1> scales(by);
+      float2 scale, next_scale = scales.at(by.turn);
       return by.run_expanded([&](int i, const Stage& stage, int u, int box,
                                  std::uint32_t(&a)[4][4]) {
-        if (box == 0) scale = next_scale, next_scale = block_scale(by, by.begin + i + by.turns);
+        if (box == 0) scale = next_scale, next_scale = scales.at(i + by.turns);
         expand_fp8<true>(by, stage, by.strip_of(u), box, scale, a);
       });
     }

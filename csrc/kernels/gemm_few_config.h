@@ -53,6 +53,10 @@ constexpr std::int32_t digits_rows(const Shape& shape) {
 /// bf16, 2 rows of 4096 x 4096 10.1 and 9.2, 14336 x 4096 29.1 and 27.7, but of 4096 x 28672 53.3
 /// and 54.8; a layer, 2, 4 and 8 rows, 109.2 and 106.3 so, 111.7 and 107.4, 114.0 and 109.7.
 ///
+/// With scales of blocks the cluster kernel scales the products of each stage: one row of 14336 x
+/// 4096 16.5 and 20.5, 2 and 4 rows of 4096 x 4096 6.4, 7.5 and 7.0, 7.0; 8 rows of 4096 x 6144 10.6
+/// and 11.8, of 4096 x 28672 31.2 and 38.8, of 5120 x 13824 21.6 and 27.2.
+///
 /// Where tiles fill the SMs badly strips keep 8; where its warpgroups share out stages the cluster
 /// kernel's fill them: 8 rows of fp8 by bf16 of 5120 x 13824 21.4 and 20.3, of 8192 x 57344 125.9
 /// and 116.9, of 3584 x 18944 19.5 and 19.9.
@@ -76,6 +80,7 @@ constexpr std::int32_t strips_rows(const Shape& shape) {
   const bool fill = strips * std::int64_t{shape.sms} * kStripRows <= shape.N + shape.N / 100;
   if (meets_bytes(shape) && !shape.chained && strips > kWide && fill) return kStripsRows / 2;
   if (shape.byte_x) return (strips == 2 || strips == 3) && shape.K < kMostCols ? one : 1;
+  if (scales_blocks(shape) && strips >= 2) return strips > 2 ? kStripsRows : kStripsRows / 4;
   if (strips == 2 && shape.K >= kLeastCols) return one;
   if (dense && strips <= kWide && !shape.normalizes) return 1;
   return !dense && shape.normalizes ? kStripsRows : kStripsRows / 2;

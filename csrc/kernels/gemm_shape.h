@@ -28,7 +28,8 @@ constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the clust
 constexpr int kWideCols = 224;   // weight rows of the cluster kernel's wide tiles
 constexpr int kBroadCols = 192;  // and of its broad ones, of three warpgroups, at most
 constexpr int kRowsByStages = 32;    // the most of x where three take stages by turns, ...
-constexpr int kInt4UnitsByStages = 3;  // ... and times 64 weight rows of int4 by 16-bit x
+// ... and times 64 weight rows whose sums are scaled: of int4 by 16-bit x, and of blocks of fp8.
+constexpr int kScaledUnitsByStages = 3;
 constexpr int kShareOfSm = 112 * 1024;  // shared memory a block takes so that two share an SM
 constexpr int kCodesCols = 16384;   // columns of a row whose codes the strips kernel makes
 constexpr int kGateCols = 224;   // weight rows of fp8 by fp8's tiles of gates and ups
