@@ -757,6 +757,12 @@ def test_a_cluster_fills_the_machine(N: int, K: int, format: str, tile: tuple[in
         (64, 57344, {"format": "fp8"}, "split"),  # nearly twice as many
         (64, 57344, {"format": "fp8_fp8"}, ""),
         (64, 28672, {"format": "int4"}, ""),
+        (64, 28672, {"format": "fp8_blocks"}, "split"),
+        (9, 28672, {"format": "fp8_blocks"}, "split"),
+        (9, 26656, {"format": "fp8_blocks"}, ""),
+        (33, 18593, {"format": "fp8_blocks"}, "split"),
+        (64, 28672, {"format": "fp8_blocks", "dtype": "float16"}, ""),
+        (64, 28672, {"format": "fp8_blocks", "invariant": True}, ""),
     ],
 )
 def test_wide_tiles_have_an_sm_each(M: int, N: int, options: dict[str, object], wide: str) -> None:
@@ -765,6 +771,24 @@ def test_wide_tiles_have_an_sm_each(M: int, N: int, options: dict[str, object], 
     is_wide = chosen["tile_cols"] == 224 and chosen["shares_stages"] == 0
     assert is_wide == bool(wide)
     assert (chosen["splits_x"] == 1) == (wide == "split")
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "segments"),
+    [
+        (64, 13824, 5120, 2),
+        (33, 8192, 8192, 3),
+        (64, 6144, 4096, 4),
+        (64, 4096, 14336, 5),
+        (64, 4096, 4096, 0),  # of 1024 columns at least
+        (32, 8192, 8192, 0),
+    ],
+)
+def test_wide_tiles_of_scales_of_blocks_cut_k(M: int, N: int, K: int, segments: int) -> None:
+    chosen = plan(M, N, K, hopper=True, format="fp8_blocks")
+    assert chosen["path"] == "cluster"
+    assert chosen["splits_x"] * chosen["segments"] == segments
+    assert plan(M, N, K, hopper=True, format="fp8")["splits_x"] == 0
 
 
 @pytest.mark.parametrize(

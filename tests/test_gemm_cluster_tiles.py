@@ -14,7 +14,8 @@ from gemm_choice import choice_of
 from ridgeline import ops
 
 SMS = 132
-FORMATS = ["dense", "int4", "int4_fp8", "fp8", "fp8_fp8", "int8"]
+FORMATS = ["dense", "int4", "int4_fp8", "fp8", "fp8_blocks", "fp8_fp8", "int8"]
+EXPANDED = ["int4", "int4_fp8", "fp8", "fp8_blocks"]
 
 
 def plan(
@@ -79,15 +80,15 @@ def test_every_tile_can_be_multiplied(format: str, activation: str) -> None:
     ):
         N = N // 32 * 32
         chosen = plan(M, N, K, format, activation, chained=chained)
-        wide = chosen["tile_cols"] == 224 and M > 32
+        wide = chosen["tile_cols"] == 224 and not chosen["shares_stages"]
         if chosen["path"] != "cluster" or wide:
             continue
         rows, segments = chosen["tile_cols"], chosen["segments"]
         box = rows // 2 if gated else rows
         assert box % (16 if format.startswith("int4") else 8) == 0
-        most = 192 if format in ("int4", "int4_fp8", "fp8") else 128
+        most = 192 if format in EXPANDED else 128
         if chosen["shares_stages"]:
-            most = {"int4": 192, "int4_fp8": 256, "fp8": 224}[format]
+            most = {"int4": 192, "int4_fp8": 256, "fp8": 224, "fp8_blocks": 192}[format]
         assert 48 <= rows <= most
         assert segments == 1 or segments * 640 <= K
         if (rows > 128 or chosen["shares_stages"]) and segments > 1:
@@ -98,7 +99,7 @@ def test_every_tile_can_be_multiplied(format: str, activation: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_stages_by_turns_are_of_few_rows_and_weights_that_are_expanded(format: str) -> None:
-    expanded = format in ("int4", "int4_fp8", "fp8")
+    expanded = format in EXPANDED
     for M, options, expected in (
         (9, {}, True),
         (32, {}, True),
@@ -116,7 +117,7 @@ def test_stages_by_turns_are_of_few_rows_and_weights_that_are_expanded(format: s
 def test_tiles_of_three_warpgroups_are_of_weights_that_are_expanded(format: str) -> None:
     """Not where a norm is folded, or bits may not depend on the rows, or in float16, of which there
     are no such kernels: none refuses it."""
-    expanded = format in ("int4", "int4_fp8", "fp8")
+    expanded = format in EXPANDED
     assert (tile(16, 18944, 3584, format)[0] > 128) == expanded
     if format in ("fp8", "dense"):
         assert tile(16, 28672, 4096, format, norm=True)[0] <= 128
@@ -152,6 +153,11 @@ def operands(M: int, N: int, K: int, format: str) -> tuple[Tensor, Any, dict[str
         packed = ops.pack_int4(weight)
         by = packed.scales.double().repeat_interleave(packed.group, 0).T
         return x, packed, options, values @ ((packed.quantized().double() - 8) * by).T
+    if format == "fp8_blocks":
+        codes, scale = ops.quantize_fp8(weight, "block")
+        scale *= 1 + torch.rand(scale.shape, generator=generator, device="cuda")
+        wide = scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+        return x, (codes, scale), options, values @ (codes.double() * wide.double()).T
     scale = normal(N).float().abs() * 0.01 + 0.01
     codes = (weight * 100).to(torch.float8_e4m3fn if format != "int8" else torch.int8)
     return x, (codes, scale), options, values @ (codes.double() * scale.double()[:, None]).T
@@ -177,8 +183,12 @@ def multiply(format: str, x: Tensor, weight: Any, **options: Any) -> Tensor:
         *((64, 3616, 2048, format) for format in ("dense", "fp8_fp8", "int8")),
         (16, 128, 2048, "dense"),  # 48 by turns, K cut, rows behind N
         (32, 3584, 18944, "fp8_fp8"),  # 56 so
-        *((9, 17024, 640, format) for format in ("int4", "int4_fp8", "fp8")),  # three warpgroups
-        *((40, 17056, 1152, format) for format in ("int4", "int4_fp8", "fp8")),
+        *((9, 17024, 640, format) for format in EXPANDED),  # three warpgroups
+        *((40, 17056, 1152, format) for format in EXPANDED),
+        (9, 27008, 1088, "fp8_blocks"),  # wide tiles
+        (57, 18720, 400, "fp8_blocks"),
+        (64, 13856, 2176, "fp8_blocks"),  # whose K is cut in two, gated in four
+        (35, 4608, 6160, "fp8_blocks"),  # in five or six
         (48, 5120, 10240, "int4"),  # and K cut
         (32, 5120, 10240, "int4_fp8"),
     ],
@@ -204,15 +214,15 @@ def test_products_of_every_tile(
 @pytest.mark.parametrize(
     ("N", "K", "format", "rows"),
     [
-        *((9728, 1280, format, 80) for format in ("int4", "int4_fp8", "fp8")),  # two units
+        *((9728, 1280, format, 80) for format in EXPANDED),  # two units
         *((13856, 1408, format, 112) for format in ("int4", "int4_fp8")),  # stages of odd count
-        (13856, 1344, "fp8", 112),  # a tail of K
-        *((17920, 1408, format, 144) for format in ("int4", "int4_fp8", "fp8")),  # three
+        *((13856, 1344, format, 112) for format in ("fp8", "fp8_blocks")),  # a tail of K
+        *((17920, 1408, format, 144) for format in EXPANDED),  # three
         *((18912, 1408, format, 160) for format in ("int4", "int4_fp8")),
-        (18912, 1344, "fp8", 160),
+        *((18912, 1344, format, 160) for format in ("fp8", "fp8_blocks")),
         *((28640, 1280, format, 224) for format in ("int4_fp8", "fp8")),  # four; rows behind N
         (33024, 1280, "int4_fp8", 256),
-        (5120, 13824, "fp8", 176),  # K cut
+        *((5120, 13824, format, 176) for format in ("fp8", "fp8_blocks")),  # K cut
         (8192, 16384, "int4_fp8", 128),
     ],
 )

@@ -78,11 +78,18 @@ def test_a_row_has_the_same_bits_among_fewer(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows", [33, 48, 64])
-def test_every_bit_of_bfloat16_counts(rows: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("rows", "K", "N", "blocks"),
+    [
+        *((rows, 400, 26880, False) for rows in (33, 48, 64)),
+        *((rows, 400, 26880, True) for rows in (9, 48)),
+        (64, 2304, 13856, True),  # K is cut
+    ],
+)
+def test_every_bit_of_bfloat16_counts(rows: int, K: int, N: int, blocks: bool, device: str) -> None:
     """Wide tiles multiply two terms of e4m3: down to 1/896 of a row's largest value these are all
-    of it, below they leave out 2^-17 of that."""
-    K, N, copies = 400, 26880, (0, 20000)
+    of it, below they leave out 2^-17 of that. Scales of blocks are powers of two."""
+    copies = (0, 8 * (N // 11))
     generator = torch.Generator().manual_seed(rows)
     exponents = torch.randint(-9, 1, (rows, K), generator=generator)
     signs = torch.randint(0, 2, (rows, K), generator=generator) * 2 - 1
@@ -96,12 +103,17 @@ def test_every_bit_of_bfloat16_counts(rows: int, device: str) -> None:
     for at in copies:
         weight[at : at + K] = torch.eye(K)
     weight = weight.to(torch.float8_e4m3fn).to(device)
-    y = ops.fp8_linear(x.to(device), weight, torch.ones(1, device=device)).cpu()
+    scale, by = torch.ones(1), torch.ones(N, K)
+    if blocks:
+        shape = (-(-N // 128), -(-K // 128))
+        scale = torch.exp2(torch.randint(-3, 3, shape, generator=generator).float())
+        by = scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
+    y = ops.fp8_linear(x.to(device), weight, scale.to(device)).cpu()
     most = x.abs().amax(1, keepdim=True).double()
     small = x.abs().double() < most / 896
     assert 0 < small.sum() < rows * K / 10
     for at in copies:
-        copy = y[:, at : at + K]
+        copy = y[:, at : at + K] / by[at : at + K].diagonal()
         assert torch.equal(copy[~small], x[~small])
         assert ((copy.double() - x.double()).abs() <= 2.0**-17 * most).all()
 

@@ -7,16 +7,18 @@
 namespace ridgeline::bindings {
 
 /// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" (in groups of 128)
-/// or "fp8", or "int4_fp8" or "fp8_fp8" for x of fp8, or "int8"; rows are taken to be aligned.
+/// or "fp8", "fp8_blocks" with scales of blocks, or "int4_fp8" or "fp8_fp8" for x of fp8, or "int8";
+/// rows are taken to be aligned.
 /// `sms`: of the GPU.
 inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                              const std::string& dtype, const std::string& format,
                              const std::string& activation, bool library, bool batch_invariant,
                              bool hopper, bool weights_ready, bool norm, std::int64_t sms) {
   const bool int4 = format == "int4" || format == "int4_fp8";
-  const bool fp8 = format == "fp8" || format == "fp8_fp8", int8 = format == "int8";
-  check(int4 || fp8 || int8 || format == "dense", "format: expected 'dense', 'int4', 'int4_fp8', ",
-        "'int8', 'fp8' or 'fp8_fp8', got '", format, "'");
+  const bool fp8 = format.starts_with("fp8"), int8 = format == "int8";
+  const bool known = format == "fp8" || format == "fp8_blocks" || format == "fp8_fp8";
+  check(int4 || known || int8 || format == "dense", "format: expected 'dense', 'int4', ",
+        "'int4_fp8', 'int8', 'fp8', 'fp8_blocks' or 'fp8_fp8', got '", format, "'");
   const gemm_config::Shape shape{.M = M,
                                  .N = checked_int32(N, "N"),
                                  .K = checked_int32(K, "K"),
@@ -36,7 +38,7 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                  .codes_x = format.ends_with("_fp8"),
                                  .bfloat_x = named_dtype(dtype) == DType::kBFloat16 &&
                                              !format.ends_with("_fp8") && !int8,
-                                 .scales_products = fp8 || int8,
+                                 .scales_products = (fp8 && format != "fp8_blocks") || int8,
                                  .library = library,
                                  .batch_invariant = batch_invariant,
                                  .chained = weights_ready,

@@ -168,7 +168,8 @@ struct Finish {
     for (int k = 0; k < p.K; ++k) {
       const float value = device::to_float(x[k]);
       if (isfinite(value)) continue;
-      sum += value * device::dequantise(weight[k], DType::kFloat8E4M3, 1.0f);
+      const float scale = block_scale_of(p, n, k);
+      sum += value * device::dequantise(weight[k], DType::kFloat8E4M3, scale);
     }
     return sum;
   }

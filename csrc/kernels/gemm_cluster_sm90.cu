@@ -225,7 +225,7 @@ void launch_units(const GemmParams& p, const gemm_config::Config& config, Stream
     return launch<T, T, StageLayout<kFp8, false, kRows>, 3, kUnits>(p, config, stream);
   if (p.x.dtype == DType::kFloat8E4M3)
     return launch<T, std::uint8_t, StageLayout<kInt4, true, kRows>, 3, kUnits>(p, config, stream);
-  if constexpr (kUnits <= gemm_config::kInt4UnitsByStages) {
+  if constexpr (kUnits <= gemm_config::kScaledUnitsByStages) {
     return launch<T, T, StageLayout<kInt4, false, kRows>, 3, kUnits>(p, config, stream);
   } else {
     check(false, "linear: no tiles of ", config.tile_cols, " rows of int4");
@@ -278,7 +278,7 @@ void launch_cluster(const GemmParams& p, const gemm_config::Config& config, Stre
     return dispatch_rows<2, 3, 4>(ceil_div(config.tile_cols, kGroupRows), [&]<int kUnits>() {
       launch_units<kUnits>(p, config, stream);
     });
-  if (config.tile_cols == gemm_config::kWideCols) return launch_wide(p, stream);
+  if (config.tile_cols == gemm_config::kWideCols) return launch_wide(p, config.segments, stream);
   if (config.tile_cols > 2 * kGroupRows) return launch_broad(p, config, stream);
   if (p.dtype == DType::kFloat16) return launch_rows<__half>(p, config, stream);
   launch_rows<__nv_bfloat16>(p, config, stream);

@@ -167,17 +167,35 @@ constexpr bool has_tall_tiles(const Shape& shape) {
 /// bf16, which spares the expansion, also where they leave more idle or an SM has two in turn: 3584
 /// x 18944 31.8 and 23.5, 8192 x 57344 159 and 125, gated 4096 x 24576 38.7 and 34.5; but 5120 x
 /// 13824, 62 tiles, 26.4 and 27.5.
-constexpr bool is_for_wide(const Shape& shape) {
-  constexpr std::int32_t kLeastRows = 33, kLeastTiles = 120, kLeastOfTerms = 84;
-  const bool gated = is_gated(shape.activation);
-  if (shape.batch_invariant || shape.format != WeightFormat::kFp8 || !shape.scales_products ||
-      shape.M < kLeastRows || !(shape.bfloat_x || (shape.codes_x && !gated)))
-    return false;
+///
+/// With scales of blocks the cluster kernel scales each weight by more than 32 rows, and the products
+/// of each stage by fewer: H200, lab, us, cluster and so, 64 rows of 4096 x 28672 53.6 and 36.0, of
+/// 3584 x 18944 37.8 and 24.9, 16 rows 42.4 and 33.4, but 24.3 and 25.1. There K is cut where tiles
+/// are few, 64 rows of 5120 x 13824 in two 37.2 and 25.6, of 8192 x 8192 and 28672 x 8192 in three
+/// 30.8 and 25.7, 111.5 and 70.0, of 4096 x 6144 in four 16.6 and 14.7, of 14336 x 4096 in five 26.7
+/// and 25.6; but with scales of rows 21.9 and 25.2 (8192 x 8192), 11.8 and 14.4 (4096 x 6144).
+///
+/// Returns the segments of K; 0: another kernel takes less.
+constexpr std::int32_t segments_of_wide(const Shape& shape) {
+  constexpr std::int32_t kLeastRows = 33, kLeastOfBlocks = 9, kLeastTiles = 120;
+  constexpr std::int32_t kLeastOfTerms = 84, kMost = 6, kColumns = 1024;
+  const bool gated = is_gated(shape.activation), blocks = scales_blocks(shape);
+  if (shape.batch_invariant || shape.format != WeightFormat::kFp8 || shape.normalizes ||
+      !(shape.scales_products || blocks) || shape.M < (blocks ? kLeastOfBlocks : kLeastRows) ||
+      !(shape.bfloat_x || (shape.codes_x && !gated)))
+    return 0;
   const std::int32_t tiles =
       gated ? ceil_div(shape.N / 2, kWideCols / 2) : ceil_div(shape.N, kWideCols);
   if (shape.bfloat_x && tiles > kBlocksWanted)
-    return tiles >= 2 * kLeastTiles && tiles <= 2 * kBlocksWanted;
-  return tiles >= (shape.bfloat_x ? kLeastOfTerms : kLeastTiles) && tiles <= kBlocksWanted;
+    return tiles >= 2 * kLeastTiles && tiles <= 2 * kBlocksWanted ? 1 : 0;
+  const bool few = shape.M < kLeastRows;
+  if (tiles >= (shape.bfloat_x && !few ? kLeastOfTerms : kLeastTiles))
+    return tiles <= kBlocksWanted ? 1 : 0;
+  if (!blocks || few) return 0;
+  for (std::int32_t segments = kMost; segments > 1; --segments)
+    if (tiles <= kClusters[segments - 1] && segments * kColumns <= shape.K)
+      return tiles * segments >= kLeastOfTerms ? segments : 0;
+  return 0;
 }
 
 /// Whether the kernel normalizes x on its way. Where it expands int4 too, blocks that weigh x anew
@@ -212,9 +230,11 @@ constexpr Config choose(const Shape& of) {
   if (config.path == Path::kCluster || config.path == Path::kGrouped)
     cut_for_cluster(shape, config);
   if (is_for_cluster_alone(shape) && has_tall_tiles(shape)) config.tile_rows = kTallRows;
-  if (config.path == Path::kCluster && is_for_wide(shape)) {
+  if (const std::int32_t segments = segments_of_wide(shape);
+      config.path == Path::kCluster && segments > 0) {
     config.tile_cols = kWideCols;
-    config.segments = 1;
+    config.segments = segments;
+    config.shares_stages = false;
     config.splits_x = shape.bfloat_x;
   }
   if (config.path == Path::kGrouped) {

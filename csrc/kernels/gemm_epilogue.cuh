@@ -2,6 +2,7 @@
 #include <type_traits>
 
 #include "common/dispatch.h"
+#include "common/math.h"
 #include "device/activation.cuh"
 #include "device/vec.cuh"
 #include "kernels/gemm.h"
@@ -70,6 +71,13 @@ __device__ __forceinline__ float weight_scale_of(const GemmParams& p, std::int64
   if (!p.weight.scales_products()) return 1.0f;
   const float* scales = static_cast<const float*>(p.weight.scales);
   return scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0];
+}
+
+/// That of the block which column k of weight row n is in; 1 where products are scaled.
+__device__ __forceinline__ float block_scale_of(const GemmParams& p, std::int64_t n, int k) {
+  if (p.weight.scales_products()) return 1.0f;
+  return static_cast<const float*>(p.weight.scales)[n / kScaleBlock * ceil_div(p.K, kScaleBlock) +
+                                                    k / kScaleBlock];
 }
 
 /// Those of weight row n.

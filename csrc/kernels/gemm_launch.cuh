@@ -30,7 +30,7 @@ void launch_held(const GemmParams& params, Stream stream);
 void launch_cluster(const GemmParams& params, const gemm_config::Config& config, Stream stream);
 
 /// The cluster kernel's tiles of gemm_config::kWideCols weight rows; x e4m3, or its terms.
-void launch_wide(const GemmParams& params, Stream stream);
+void launch_wide(const GemmParams& params, int segments, Stream stream);
 
 /// Hopper's kernels for many rows. Expand: x of the output's dtype, or e4m3, `shared`
 /// gemm_config::shared_bytes() of any contents; fp8: x and weight e4m3, or int8.

@@ -467,6 +467,13 @@ FP8 = OpCase(
         Sample("40 rows, wide tiles, one of zeros, one far apart in size",
                x=normal(40, 528).set((4, slice(None)), 0.0).set((5, 3), 300.0),
                weight=fp8(26880, 528), weight_scale=_positive(1)),
+        Sample("33 rows, wide tiles, block scales, infinities and NaN",
+               x=normal(33, 272).set((2, 5), -math.inf).set((3, 200), math.inf)
+               .set((3, 201), math.inf).set((9, 0), math.nan),
+               weight=fp8(27000, 272), weight_scale=_positive(211, 3), bias=normal(27000)),
+        Sample("40 rows, wide tiles, K cut, block scales, gated, an infinity, residual",
+               x=normal(40, 2064).set((39, 2000), math.inf), weight=fp8(13856, 2064),
+               weight_scale=_positive(109, 17), activation="silu_mul", residual=normal(40, 6928)),
         Sample("50 rows of fp8, wide tiles, N odd", x=fp8(50, 272), x_scale=_positive(50),
                weight=fp8(26891, 272), weight_scale=_positive(26891), out_dtype=torch.bfloat16),
         Sample("64 rows of fp8, wide tiles, residual", x=fp8(64, 1040), x_scale=_positive(1),
