@@ -1,7 +1,7 @@
 #pragma once
 #include <algorithm>
 
-#include "device/ptx/wgmma_few.cuh"
+#include "device/ptx/wgmma_few_bytes.cuh"
 #include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_registers_few.cuh"
 #include "device/ptx/wgmma_shared.cuh"
