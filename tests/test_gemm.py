@@ -777,18 +777,21 @@ def test_wide_tiles_have_an_sm_each(M: int, N: int, options: dict[str, object], 
     ("M", "N", "K", "segments"),
     [
         (64, 13824, 5120, 2),
-        (33, 8192, 8192, 3),
-        (64, 6144, 4096, 4),
-        (64, 4096, 14336, 5),
-        (64, 4096, 4096, 0),  # of 1024 columns at least
-        (32, 8192, 8192, 0),
+        (33, 8192, 28672, 3),
+        (33, 6720, 4096, 4),  # 120 blocks
+        (64, 6720, 4080, 0),  # of 1024 columns at least
+        (64, 8192, 8192, 0),  # 111 blocks, of 2731 columns
+        (32, 13824, 5120, 0),
     ],
 )
-def test_wide_tiles_of_scales_of_blocks_cut_k(M: int, N: int, K: int, segments: int) -> None:
-    chosen = plan(M, N, K, hopper=True, format="fp8_blocks")
+@pytest.mark.parametrize("format", ["fp8", "fp8_blocks", "fp8_fp8"])
+def test_wide_tiles_cut_k_where_they_fill_the_sms(
+    M: int, N: int, K: int, segments: int, format: str
+) -> None:
+    chosen = plan(M, N, K, hopper=True, format=format)
     assert chosen["path"] == "cluster"
-    assert chosen["splits_x"] * chosen["segments"] == segments
-    assert plan(M, N, K, hopper=True, format="fp8")["splits_x"] == 0
+    expected = 0 if format == "fp8_fp8" else segments
+    assert chosen["splits_x"] * chosen["segments"] == expected
 
 
 @pytest.mark.parametrize(

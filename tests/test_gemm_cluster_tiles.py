@@ -59,7 +59,7 @@ def tile(M: int, N: int, K: int, format: str, **options: Any) -> tuple[int, int]
         (32, 4096, 14336, "int4_fp8", (64, 2)),
         (64, 6144, 4096, "int4_fp8", (64, 2)),
         (32, 8192, 28672, "fp8", (64, 2)),
-        (33, 8192, 28672, "fp8", (128, 2)),
+        (33, 8192, 28672, "fp8", (224, 3)),  # two terms, K cut
         (32, 3584, 18944, "fp8_fp8", (56, 2)),
         (32, 8192, 8192, "dense", (128, 2)),
     ],
@@ -187,8 +187,9 @@ def multiply(format: str, x: Tensor, weight: Any, **options: Any) -> Tensor:
         *((40, 17056, 1152, format) for format in EXPANDED),
         (9, 27008, 1088, "fp8_blocks"),  # wide tiles
         (57, 18720, 400, "fp8_blocks"),
-        (64, 13856, 2176, "fp8_blocks"),  # whose K is cut in two, gated in four
-        (35, 4608, 6160, "fp8_blocks"),  # in five or six
+        *((64, 13856, 2176, format) for format in ("fp8", "fp8_blocks")),  # whose K is cut in two
+        (35, 6720, 4112, "fp8_blocks"),  # in four
+        *((M, 4096, 4240, "fp8_blocks") for M in (33, 64)),  # scaled sums of 64 rows
         (48, 5120, 10240, "int4"),  # and K cut
         (32, 5120, 10240, "int4_fp8"),
     ],
@@ -282,6 +283,9 @@ def test_groups_of_every_size(N: int, K: int, group: int, zero_point: bool) -> N
         (16, 9728, 1280, "int4"),  # by turns
         (32, 9728, 1280, "int4_fp8"),
         (16, 18912, 1280, "fp8"),
+        (16, 18912, 1280, "fp8_blocks"),
+        (9, 27008, 256, "fp8_blocks"),  # wide
+        (35, 6720, 4112, "fp8_blocks"),  # and K cut
     ],
 )
 def test_short_tiles_stay_in_shared_memory(M: int, N: int, K: int, format: str) -> None:

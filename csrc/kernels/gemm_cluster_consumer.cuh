@@ -49,6 +49,10 @@ struct Consumer {
   static constexpr bool kBroad = kGroups > 2, kPartial = kWholeUnits > 0;
   static constexpr int kUnits = std::max(kWholeUnits, 1);
   static constexpr int kTokens = Layout::kTokens;
+  /// Whether there are registers for the products of a stage beside the sums.
+  static constexpr bool kScalesSums =
+      kUnits <= gemm_config::kScaledUnitsByStages &&
+      (kTokens <= 32 || (kTokens == 64 && (Layout::kAlone || kBroad)));
   using Sums = SumOf<E>[kTokens / 8][4];
   using Reader = StageReader<Layout::kApart>;
   const ClusterParams& params;
@@ -153,12 +157,12 @@ struct Consumer {
 
   /// Operands in registers, up to kRows rows of x, whose products of a stage go to registers of
   /// their own, which are scaled and added in float32: take(unit, stage, i) reads a stage's weights
-  /// of a unit and returns the scales of the thread's two rows, expand(unit, box, a) makes
-  /// operands of them. While the second half is multiplied, the first of the next stage is expanded. H200, us,
-  /// scaled weights and so, int4: 16 rows of 4096 x 4096 7.8 and 7.4, 14336 x 4096 20.0 and 16.9,
-  /// 4096 x 28672 29.0 and 24.2; 32 rows of these 8.0 and 7.9, 20.3 and 18.9, 28.8 and 26.6; fp8
-  /// with scales of blocks, 16 rows: 8.6 and 7.6, 24.0 and 20.4, 49.1 and 39.4. Sums of 64 rows
-  /// leave no registers for it.
+  /// of a unit and returns the scales of the thread's two rows, expand(unit, box, a) makes operands
+  /// of them. While the second half is multiplied, the first of the next stage is expanded. H200,
+  /// us, scaled weights and so, int4: 16 rows of 4096 x 4096 7.8 and 7.4, 14336 x 4096 20.0 and
+  /// 16.9, 4096 x 28672 29.0 and 24.2; 32 rows of these 8.0 and 7.9, 20.3 and 18.9, 28.8 and 26.6;
+  /// fp8 with scales of blocks, 16 rows: 8.6 and 7.6, 24.0 and 20.4, 49.1 and 39.4, 64 rows of 4096
+  /// x 4096 10.5 and 8.9, where a block has an SM: sums of 64 rows leave no registers for it else.
   template <int kRows, class Take, class Expand>
   __device__ __forceinline__ void run_scaled_sums(Take take, Expand expand) {
     if (turn >= count) return;

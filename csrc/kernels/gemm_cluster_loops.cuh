@@ -90,8 +90,7 @@ template <class Consumer>
 __device__ __forceinline__ void run_expanded_fp8(Consumer& by) {
   if (by.params.gemm.weight.scale_layout == ScaleLayout::kBlock) {
     // A scale of sums, not of as many weights: other bits than those of more rows.
-    if constexpr (Consumer::kTokens <= 32 &&
-                  Consumer::kUnits <= gemm_config::kScaledUnitsByStages) {
+    if constexpr (Consumer::kScalesSums) {
       if (Consumer::kPartial || !by.params.gemm.batch_invariant) {
         const BlockScales<Consumer::kUnits> scales(by);
         Stage stage;

@@ -168,17 +168,18 @@ constexpr bool has_tall_tiles(const Shape& shape) {
 /// x 18944 31.8 and 23.5, 8192 x 57344 159 and 125, gated 4096 x 24576 38.7 and 34.5; but 5120 x
 /// 13824, 62 tiles, 26.4 and 27.5.
 ///
-/// With scales of blocks the cluster kernel scales each weight by more than 32 rows, and the products
-/// of each stage by fewer: H200, lab, us, cluster and so, 64 rows of 4096 x 28672 53.6 and 36.0, of
-/// 3584 x 18944 37.8 and 24.9, 16 rows 42.4 and 33.4, but 24.3 and 25.1. There K is cut where tiles
-/// are few, 64 rows of 5120 x 13824 in two 37.2 and 25.6, of 8192 x 8192 and 28672 x 8192 in three
-/// 30.8 and 25.7, 111.5 and 70.0, of 4096 x 6144 in four 16.6 and 14.7, of 14336 x 4096 in five 26.7
-/// and 25.6; but with scales of rows 21.9 and 25.2 (8192 x 8192), 11.8 and 14.4 (4096 x 6144).
+/// With scales of blocks it takes fewer rows, too: H200, lab, us, cluster and so, 16 rows of 4096 x
+/// 28672 42.4 and 33.4, of 8192 x 57344 150 and 122; but of 3584 x 18944 24.3 and 25.1.
+///
+/// K is cut where tiles are few, but the blocks of a cluster fill the SMs or have much of it. H200,
+/// lab, us, cluster and so, 64 rows, scales of rows; of blocks: 5120 x 13824 in two 28.2, 25.8;
+/// 29.0, 25.9; 28672 x 8192 in three 79, 70; 97, 71. But 8192 x 8192 in three 22.5, 25.2; 24.5,
+/// 25.8; 4096 x 6144 in four 11.8, 14.4; 13.2, 14.6; 14336 x 4096 in five 20.3, 25.7; 21.9, 26.4.
 ///
 /// Returns the segments of K; 0: another kernel takes less.
 constexpr std::int32_t segments_of_wide(const Shape& shape) {
   constexpr std::int32_t kLeastRows = 33, kLeastOfBlocks = 9, kLeastTiles = 120;
-  constexpr std::int32_t kLeastOfTerms = 84, kMost = 6, kColumns = 1024;
+  constexpr std::int32_t kLeastOfTerms = 84, kMost = 6, kColumns = 1024, kMuch = 8192;
   const bool gated = is_gated(shape.activation), blocks = scales_blocks(shape);
   if (shape.batch_invariant || shape.format != WeightFormat::kFp8 || shape.normalizes ||
       !(shape.scales_products || blocks) || shape.M < (blocks ? kLeastOfBlocks : kLeastRows) ||
@@ -191,10 +192,10 @@ constexpr std::int32_t segments_of_wide(const Shape& shape) {
   const bool few = shape.M < kLeastRows;
   if (tiles >= (shape.bfloat_x && !few ? kLeastOfTerms : kLeastTiles))
     return tiles <= kBlocksWanted ? 1 : 0;
-  if (!blocks || few) return 0;
+  if (!shape.bfloat_x || few) return 0;
   for (std::int32_t segments = kMost; segments > 1; --segments)
     if (tiles <= kClusters[segments - 1] && segments * kColumns <= shape.K)
-      return tiles * segments >= kLeastOfTerms ? segments : 0;
+      return tiles * segments >= kLeastTiles || shape.K / segments >= kMuch ? segments : 0;
   return 0;
 }
 

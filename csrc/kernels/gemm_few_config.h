@@ -54,8 +54,8 @@ constexpr std::int32_t digits_rows(const Shape& shape) {
 /// and 54.8; a layer, 2, 4 and 8 rows, 109.2 and 106.3 so, 111.7 and 107.4, 114.0 and 109.7.
 ///
 /// With scales of blocks the cluster kernel scales the products of each stage: one row of 14336 x
-/// 4096 16.5 and 20.5, 2 and 4 rows of 4096 x 4096 6.4, 7.5 and 7.0, 7.0; 8 rows of 4096 x 6144 10.6
-/// and 11.8, of 4096 x 28672 31.2 and 38.8, of 5120 x 13824 21.6 and 27.2.
+/// 4096 16.5 and 20.5, 2 and 4 rows of 4096 x 4096 6.4, 7.5 and 7.0, 7.0; 8 rows of 4096 x 6144
+/// 10.6 and 11.8, of 4096 x 28672 31.2 and 38.8, of 5120 x 13824 21.6 and 27.2.
 ///
 /// Where tiles fill the SMs badly strips keep 8; where its warpgroups share out stages the cluster
 /// kernel's fill them: 8 rows of fp8 by bf16 of 5120 x 13824 21.4 and 20.3, of 8192 x 57344 125.9

@@ -75,10 +75,10 @@ def fp8_linear(
         x: ``[..., K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded to
             that dtype, exactly (on Hopper up to 8 rows bfloat16 is kept as float16 in a power of
             two that 256 columns share: what is far smaller than its neighbours is rounded; 33 to
-            64 rows of bfloat16 by a weight of about 18600 rows or more, with scales of blocks also
-            9 to 32 by a larger one and 33 to 64 by a smaller one, may be multiplied as two float8
-            terms in a power of two that a row shares: what is below 1/896 of its largest is rounded
-            by up to 2^-17 of that, and sums of 128 columns keep 14 bits); or
+            64 rows of bfloat16, with scales of blocks also 9 to 32, by a weight whose tiles of 224
+            rows fill the SMs are multiplied as two float8 terms in a power of two that a row
+            shares: what is below 1/896 of its largest is rounded by up to 2^-17 of that, and sums
+            of 128 columns keep 14 bits); or
             float8_e4m3fn with ``x_scale``: both are expanded, exactly, or,
             on Hopper with more than 8 rows, and of fewer but one where that is faster, multiplied
             as they are: the tensor cores keep 14 bits of a sum of 128 columns (or 256 of more than
@@ -87,8 +87,7 @@ def fp8_linear(
         weight_scale: float32: one value, or ``[N]``, applied to the product in float32; or
             ``[ceil(N / 128), ceil(K / 128)]``, one a 128 x 128 block, applied to the expanded
             weight and, on CUDA, rounded to the dtype of the output; on Hopper up to 32 rows, up to
-            64 where ``x`` is two terms, and where both are multiplied as they are, applied to sums
-            in float32.
+            64 mostly, and where both are multiplied as they are, applied to sums in float32.
         x_scale: float32, for a float8 ``x`` only: one value, or one a row of ``x``, applied to the
             product; or ``[..., ceil(K / 128)]`` or ``[..., ceil(K / 256)]``, one a group of so many
             columns, applied to sums of those or, up to 64 rows, off Hopper, and with other than
