@@ -2,6 +2,7 @@
 #include "device/dequant.cuh"
 #include "device/ptx/async_copy.cuh"
 #include "device/ptx/cluster.cuh"
+#include "kernels/gemm_block_scales.cuh"
 #include "kernels/gemm_cluster_sm90.cuh"
 #include "kernels/gemm_epilogue.cuh"
 

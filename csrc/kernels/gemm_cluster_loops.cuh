@@ -1,5 +1,6 @@
 #pragma once
 #include "device/dequant.cuh"
+#include "kernels/gemm_block_scales.cuh"
 #include "kernels/gemm_cluster_int4_loops.cuh"
 
 /// The loops over the stages of the cluster kernel, but of int4.
@@ -42,7 +43,7 @@ struct BlockScales {
 #pragma unroll
       for (int eight = 0; eight < 2; ++eight) {
         const int row = by.row_of(by.strip_of(u) * kStripRows + eight * 8);
-        of[u][eight] = min(row, p.N - 1) / kScaleBlock * by.params.steps;
+        of[u][eight] = first_block_scale(p, row);
       }
   }
   /// Of the block's step `i`.

@@ -73,13 +73,6 @@ __device__ __forceinline__ float weight_scale_of(const GemmParams& p, std::int64
   return scales[p.weight.scale_layout == ScaleLayout::kRow ? n : 0];
 }
 
-/// That of the block which column k of weight row n is in; 1 where products are scaled.
-__device__ __forceinline__ float block_scale_of(const GemmParams& p, std::int64_t n, int k) {
-  if (p.weight.scales_products()) return 1.0f;
-  return static_cast<const float*>(p.weight.scales)[n / kScaleBlock * ceil_div(p.K, kScaleBlock) +
-                                                    k / kScaleBlock];
-}
-
 /// Those of weight row n.
 template <class T>
 __device__ __forceinline__ void load_of_column(Operands& operands, const GemmParams& p,

@@ -3,6 +3,7 @@
 #include "device/ptx/async_copy.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/mma.cuh"
+#include "kernels/gemm_block_scales.cuh"
 #include "kernels/gemm_config.h"
 
 /// What the tensor-core kernels share: how 64 columns of x and of 16 weight rows (a strip) lie in
@@ -117,11 +118,9 @@ __device__ void copy_scales(char* to, const GemmParams& p, std::int64_t n0, int 
     }
   } else if constexpr (kFormat == WeightFormat::kFp8) {
     if (p.weight.scale_layout != ScaleLayout::kBlock || lane != 0) return;
-    const std::int64_t row = min(n0, static_cast<std::int64_t>(p.N - 1)) / kScaleBlock;
     const int column = min(block * kBlockCols, p.K - 1) / kScaleBlock;
-    const float* from =
-        static_cast<const float*>(p.weight.scales) + row * ceil_div(p.K, kScaleBlock) + column;
-    ptx::copy_async_4(to, from, true);
+    const int at = first_block_scale(p, static_cast<int>(n0)) + column;
+    ptx::copy_async_4(to, static_cast<const float*>(p.weight.scales) + at, true);
   }
 }
 

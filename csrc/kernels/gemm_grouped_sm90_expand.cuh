@@ -3,6 +3,7 @@
 
 #include "device/dequant.cuh"
 #include "device/ptx/wgmma_few.cuh"
+#include "kernels/gemm_block_scales.cuh"
 #include "kernels/gemm_grouped_sm90_work.cuh"
 
 /// How weights of a stage become operands.
@@ -14,22 +15,22 @@ using Fragment = std::uint32_t[4];  // 16 weight rows a warp, 16 columns of K, a
 
 /// Scales of the blocks that the thread's two weight rows are in. Those of the next columns are
 /// asked for, of L2, as offsets are, while others are multiplied.
-struct BlockScales {
+struct ScalesAhead {
   static constexpr int kStages = 2;  // that a block's columns are
   int ends[2];  // where scales of the rows end
   int left;     // stages
   float now[2], next[2];
 
   /// n: the two rows, of the weight of `expert`; past its last one that one's.
-  __device__ __forceinline__ BlockScales(const GroupedGemmParams& params, int expert,
+  __device__ __forceinline__ ScalesAhead(const GroupedGemmParams& params, int expert,
                                          const int (&n)[2]) {
     const GemmParams& p = params.gemm;
     const int blocks = ceil_div(p.K, kScaleBlock);
     left = blocks * kStages;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      ends[r] = expert * static_cast<int>(params.stride_scales) +
-                (min(n[r], p.N - 1) / kScaleBlock + 1) * blocks;
+      ends[r] = expert * static_cast<int>(params.stride_scales) + gemm_detail::first_block_scale(p, n[r]) +
+                blocks;
     load(p);
   }
 
@@ -47,8 +48,8 @@ struct BlockScales {
     if (left > kStages) load(p);
   }
 };
-struct NoBlockScales {
-  __device__ __forceinline__ NoBlockScales(const GroupedGemmParams&, int, const int (&)[2]) {}
+struct NoScales {
+  __device__ __forceinline__ NoScales(const GroupedGemmParams&, int, const int (&)[2]) {}
 };
 
 /// The thread's weight rows: neighbours, eight apart, or a gate and its up row.
@@ -72,7 +73,7 @@ struct Weights {
   Shared<Tile>& shared;
   const Launch& launch;
   Consumer me;
-  std::conditional_t<Tile::kBlocks, BlockScales, NoBlockScales> blocks;
+  std::conditional_t<Tile::kBlocks, ScalesAhead, NoScales> blocks;
   std::uint32_t words[2][kSteps];          // int4
   device::Pair<T> scale[2], zero[2];       // int4
 
@@ -108,7 +109,7 @@ struct Weights {
   /// Stage `stage` is in.
   __device__ __forceinline__ void load(int stage) {
     if constexpr (Tile::kBlocks) {
-      static_assert(BlockScales::kStages * Tile::kDepth == kScaleBlock);
+      static_assert(ScalesAhead::kStages * Tile::kDepth == kScaleBlock);
       blocks.advance(launch.grouped.gemm);
     }
     if constexpr (Tile::kInt4) {

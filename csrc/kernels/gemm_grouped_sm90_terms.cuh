@@ -21,7 +21,7 @@ struct ScalesOfStages {
 #pragma unroll
       for (int r = 0; r < 2; ++r)
         scales.at[r] = item.expert * static_cast<int>(launch.grouped.stride_scales) +
-                       min(n[r], p.N - 1) / kScaleBlock * ceil_div(p.K, kScaleBlock);
+                       gemm_detail::first_block_scale(p, n[r]);
     }
     return scales;
   }

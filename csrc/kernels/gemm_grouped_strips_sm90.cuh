@@ -2,6 +2,7 @@
 #include <cuda.h>
 
 #include "device/ptx/tensor_copy.cuh"
+#include "kernels/gemm_block_scales.cuh"
 #include "kernels/gemm_grouped_walk_warps.cuh"
 #include "kernels/gemm_strips_sm90.cuh"
 
@@ -54,7 +55,7 @@ __device__ __forceinline__ void load_scales(float (&of_box)[kBoxes],
   static_assert(kBoxCols<WeightFormat::kFp8> == kScaleBlock);
   const int blocks = ceil_div(params.gemm.K, kScaleBlock);
   const float* scales = static_cast<const float*>(params.gemm.weight.scales) +
-                        expert * params.stride_scales + row / kScaleBlock * blocks;
+                        expert * params.stride_scales + gemm_detail::first_block_scale(params.gemm, row);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box)
     of_box[box] = scales[min(chunk * kBoxes + box, blocks - 1)];

@@ -5,6 +5,7 @@
 #include "device/ptx/mma_int8.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/ptx/prefetch.cuh"
+#include "kernels/gemm_block_scales.cuh"
 #include "kernels/gemm_once_x.cuh"
 
 /// The weights of the kernel that holds them in registers, and how they meet x. Where a thread
@@ -176,7 +177,7 @@ struct Fp8Weights {
       for (int span = 0; span < kSpans; ++span)
         if (s < place.strips)
           scales[s][span] = static_cast<const float*>(
-              p.weight.scales)[(place.row + s * kStripRows) / kScaleBlock * blocks +
+              p.weight.scales)[gemm_detail::first_block_scale(p, place.row + s * kStripRows) +
                                min(first + span, blocks - 1)];
   }
 

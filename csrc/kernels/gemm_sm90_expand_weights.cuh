@@ -1,4 +1,5 @@
 #pragma once
+#include "kernels/gemm_block_scales.cuh"
 #include "kernels/gemm_sm90_expand.cuh"
 
 /// How a weight of 4 or 8 bits becomes an operand of the expanding kernel.
@@ -79,8 +80,7 @@ struct Weights {
       // The warp's 16 rows are in one block: tiles, and the up rows, start at multiples of 16.
       const int n =
           weight_row<Tile>(launch, work.place.n, half_of<Tile>(me.warpgroup, band)) + row();
-      blocks[band] = static_cast<const float*>(p.weight.scales) +
-                     std::int64_t{min(n, p.N - 1) / kScaleBlock} * ceil_div(p.K, kScaleBlock);
+      blocks[band] = static_cast<const float*>(p.weight.scales) + gemm_detail::first_block_scale(p, n);
     }
   }
 

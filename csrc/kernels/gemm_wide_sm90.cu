@@ -8,6 +8,7 @@
 #include "device/ptx/warpgroup.cuh"
 #include "device/ptx/wgmma_fp8.cuh"
 #include "device/reduce.cuh"
+#include "kernels/gemm_block_scales.cuh"
 #include "kernels/gemm_cluster_block.cuh"
 #include "kernels/gemm_cluster_finish.cuh"
 #include "kernels/gemm_cluster_producer.cuh"
@@ -61,12 +62,11 @@ struct ScalesOfBlocks {
   int second;  // from the first one's to the other's
   int octets;  // that have the first one's
 
-  __device__ ScalesOfBlocks(const GemmParams& p, int row, int steps, int begin) {
-    const int block = min(row, p.N - 1) / kScaleBlock;
-    first = static_cast<const float*>(p.weight.scales) + static_cast<std::int64_t>(block) * steps +
-            begin;
-    octets = ((block + 1) * kScaleBlock - row) / 8;
-    second = (block + 1) * kScaleBlock < p.N ? steps : 0;
+  __device__ ScalesOfBlocks(const GemmParams& p, int row, int begin) {
+    const int next = (min(row, p.N - 1) / kScaleBlock + 1) * kScaleBlock;  // block's first row
+    first = static_cast<const float*>(p.weight.scales) + first_block_scale(p, row) + begin;
+    octets = (next - row) / 8;
+    second = first_block_scale(p, next) - first_block_scale(p, row);
   }
   /// Those of `i` stages further.
   __device__ float2 at(int i) const { return {__ldg(first + i), __ldg(first + i + second)}; }
@@ -152,7 +152,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     Sums sums = {};
     StageReader<false> reader{params, fixed, ring};
     const int row = params.paired ? group == 0 ? first : up_first : first + group * kCols;
-    const ScalesOfBlocks blocks(p, row, params.steps, begin);
+    const ScalesOfBlocks blocks(p, row, begin);
 #pragma unroll 1
     for (int i = 0; i < count; ++i, reader.advance(1)) {
       Sums part;
