@@ -156,11 +156,18 @@ def operands(M: int, N: int, K: int, format: str) -> tuple[Tensor, Any, dict[str
     if format == "fp8_blocks":
         codes, scale = ops.quantize_fp8(weight, "block")
         scale *= 1 + torch.rand(scale.shape, generator=generator, device="cuda")
-        wide = scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
-        return x, (codes, scale), options, values @ (codes.double() * wide.double()).T
+        exact = values @ (codes.double() * by_weight(scale, N, K).double()).T
+        return x, (codes, scale), options, exact
     scale = normal(N).float().abs() * 0.01 + 0.01
     codes = (weight * 100).to(torch.float8_e4m3fn if format != "int8" else torch.int8)
     return x, (codes, scale), options, values @ (codes.double() * scale.double()[:, None]).T
+
+
+def by_weight(scale: Tensor, N: int, K: int) -> Tensor:
+    """A scale for each weight, of those of rows or of blocks."""
+    if scale.dim() == 1:
+        return scale[:, None]
+    return scale.repeat_interleave(128, 0)[:N].repeat_interleave(128, 1)[:, :K]
 
 
 def multiply(format: str, x: Tensor, weight: Any, **options: Any) -> Tensor:
@@ -294,3 +301,37 @@ def test_short_tiles_stay_in_shared_memory(M: int, N: int, K: int, format: str) 
     x, weight, options, exact = operands(M, N, K, format)
     ours = multiply(format, x, weight, **options)
     assert (ours.double() - exact).norm() <= 3e-3 * exact.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+@pytest.mark.parametrize("format", ["fp8", "fp8_blocks"])
+@pytest.mark.parametrize(("M", "N", "K"), [(41, 28672, 592), (35, 13440, 4112)])  # whole; K cut
+def test_terms_of_x_take_any_value(
+    M: int, N: int, K: int, format: str, activation: str | None
+) -> None:
+    """Infinities, NaN, rows of zeros, and magnitudes from one end of bfloat16 to the other."""
+    assert plan(M, N, K, format)["splits_x"] == 1
+    x, (codes, scale), _, _ = operands(M, N, K, format)
+    x[0], x[1] = 0.0, x[1] * 1e-30
+    x[2, K // 2 :] *= 2.0**20  # units differ along a row
+    x[3] = 1e30 * x[3].sign() * (torch.arange(K, device="cuda") == K - 1)
+    x[8, 0], x[9, 130], x[10, K - 1] = torch.inf, -torch.inf, torch.inf
+    x[11, 5], x[11, K - 2] = torch.inf, -torch.inf
+    x[12, K - 1], x[13, :2] = torch.nan, torch.tensor([torch.nan, torch.inf], device="cuda")
+    x[M - 1, 1] = torch.inf
+    values = codes.double()
+    values *= by_weight(scale, N, K).double()
+    exact = x.double() @ values.T
+    ours = multiply(format, x, (codes, scale), activation=activation)
+    if activation is not None:
+        gate, up = exact.chunk(2, -1)
+        exact = F.silu(gate) * up
+    exact = exact.to(torch.bfloat16).double()  # what is beyond it is infinite
+    assert torch.equal(ours.isnan(), exact.isnan())
+    assert torch.equal(ours.isposinf(), exact.isposinf())
+    assert torch.equal(ours.isneginf(), exact.isneginf())
+    for row, wanted in zip(ours.double(), exact):
+        finite = wanted.isfinite()
+        error = (row[finite] - wanted[finite]).norm()
+        assert error <= 4e-3 * wanted[finite].norm() + 1e-37
