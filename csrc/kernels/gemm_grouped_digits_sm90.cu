@@ -279,12 +279,12 @@ void launch_spans(const GroupedGemmParams& params, Stream stream) {
   launch<T, 1, kChunkBlocks>(params, stream);
 }
 
-/// Rows, at most: an expert, in the mean, four fewer than a strip meets at a time, for the weights
-/// of an expert that has more go by twice. H200, lab, us, by expansion and so: 8 and 12 tokens of 2
-/// of 8 experts of 14336 x 4096, of which four rows fit, 62.3 62.6 and 61.6 65.9; 48 and 64 of 8 of
-/// 128 experts of 2048 x 1536 62.3 63.2 and 62.3 66.0, gated 69.0 68.1 and 62.7 65.5. Strips of few
-/// chunks leave warps without one: 4, 8 and 16 tokens of 768 x 2048 12.9 18.7 24.2 and 12.5 19.1
-/// 29.8.
+/// Rows, at most: an expert, in the mean, six fewer than a strip meets at a time, for the weights of
+/// an expert that has more go by twice. H200, lab, us, by expansion and so: 8 and 12 tokens of 2 of
+/// 8 experts of 14336 x 4096, of which four rows fit, 65.1 59.8 and 61.2 60.3, of 4096 x 28672 123
+/// 107 and 113 112; 24, 32, 40 and 64 of 8 of 128 experts of 2048 x 1536 49.5 56.2 58.0 59.8 and
+/// 48.9 53.2 60.0 64.1. Strips of few chunks leave warps without one: 4, 8 and 16 tokens of 768 x
+/// 2048 12.9 18.7 23.2 and 12.5 19.1 27.4.
 std::int64_t most_rows(GroupedGemmParams params) {
   constexpr int kFewChunks = 4, kFewest = 2;
   const GemmParams& p = params.gemm;
@@ -292,7 +292,7 @@ std::int64_t most_rows(GroupedGemmParams params) {
     return blocks_of(p) < kChunkBlocks ? ceil_div(params.experts, 2)
                                        : std::min(params.experts, kMostTileRows);
   params.gemm.M = std::max<std::int64_t>(p.M, kMostTileRows);
-  return std::int64_t{std::max(sizes_of(params).launch.row_tile - 4, kFewest)} * params.experts;
+  return std::int64_t{std::max(sizes_of(params).launch.row_tile - 6, kFewest)} * params.experts;
 }
 
 }  // namespace
