@@ -1,5 +1,6 @@
 #pragma once
 #include "device/ptx/async_copy.cuh"
+#include "device/ptx/bulk_copy.cuh"
 #include "device/ptx/elect.cuh"
 #include "device/ptx/tensor_copy.cuh"
 #include "kernels/gemm_grouped_sm90_gather.cuh"
@@ -31,9 +32,14 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
   if (kWeight && Tile::kInt4) bytes += launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2);
   ptx::mbarrier_expect(full, bytes);
   if constexpr (kWeight && Tile::kInt4) {
-    ptx::copy_tensor_4d(to.weight(), &launch.weight, full,
-                        k * Tile::kBoxes * Int4Layout::kWords / Tile::kWordsEach, 0,
-                        item.column * (Tile::kCols / 32), item.expert);
+    const int words = k * Tile::kBoxes * Int4Layout::kWords / Tile::kWordsEach;
+    const int strips = item.column * (Tile::kCols / 32);
+    if constexpr (Tile::kReadsOnce) {
+      ptx::copy_tensor_4d(to.weight(), &launch.weight, full, words, 0, strips, item.expert,
+                          ptx::evict_first());
+    } else {
+      ptx::copy_tensor_4d(to.weight(), &launch.weight, full, words, 0, strips, item.expert);
+    }
     const int first = item.column * (is_gated(p.activation) ? Tile::kCols / 2 : Tile::kCols);
     for (int i = 0; i < launch.groups; ++i) {
       constexpr int kShare = Tile::kDepth / Tile::kScaleSets;  // columns that a set may be for
@@ -43,8 +49,14 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
         ptx::copy_tensor_4d(to.scales(i).zeros, &launch.zeros, full, first, 0, group, item.expert);
     }
   } else if constexpr (kWeight) {
-    ptx::copy_tensor_5d(to.weight(), &launch.weight, full, k * Tile::kDepth, 0, 0,
-                        item.column * (Tile::kCols / 16), item.expert);
+    const int rows = item.column * (Tile::kCols / 16);
+    if constexpr (Tile::kReadsOnce) {
+      ptx::copy_tensor_5d(to.weight(), &launch.weight, full, k * Tile::kDepth, 0, 0, rows,
+                          item.expert, ptx::evict_first());
+    } else {
+      ptx::copy_tensor_5d(to.weight(), &launch.weight, full, k * Tile::kDepth, 0, 0, rows,
+                          item.expert);
+    }
   }
   if (kX && Tile::kBoxesOfX > 1 && launch.joined) {
     ptx::copy_tensor_4d(to.x(), &launch.x, full, 0, item.row0, k * Tile::kBoxesOfX, 0);
