@@ -49,8 +49,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
+constexpr int kAbreast = 2;  // pieces that a warp asks for before it takes one
+
 /// The same with sums of columns, a warp 256 of a row at a time. A sum that is not finite makes the
-/// row's outputs NaN.
+/// row's outputs NaN. Each piece is two trips to L2. H200, lab, with the product behind it, two runs,
+/// us, piece by piece and with eight terms where three are not zero, and so: 64 and 256 tokens of
+/// top 8 in 128 experts of 2048 x 1536 60.1 66.1 and 56.0 65.0.
 __global__ void __launch_bounds__(kThreads)
     gather_with_sums_kernel(const __grid_constant__ GatherParams params) {
   using T = __nv_bfloat16;
@@ -62,33 +66,41 @@ __global__ void __launch_bounds__(kThreads)
   const int warp = (blockIdx.x * kThreads + threadIdx.x) / device::kWarpSize;
   const int warps = gridDim.x * (kThreads / device::kWarpSize);
   const int of_row = ceil_div(params.vectors, device::kWarpSize);
-  for (int piece = warp; piece < params.pieces; piece += warps) {
-    const int s = params.by_pieces.divide(piece), part = piece - s * of_row;
-    const int v = part * device::kWarpSize + lane;
-    uint4 raw{};
-    if (v < params.vectors) raw = x[row_of_x(params.grouped, s) * params.stride + v];
-    device::Vec<T> values = *reinterpret_cast<const device::Vec<T>*>(&raw);
-    float sum = 0.0f;
+  constexpr int kVectors = kColsWithSums / 8;
+  for (int first = warp; first < params.pieces; first += kAbreast * warps) {
+    uint4 raw[kAbreast] = {};
+    uint4* to[kAbreast];
 #pragma unroll
-    for (T& value : values.data) {
-      const float scaled = device::to_float(value) * device::kInt4MaskedFactor;
-      value = device::from_float<T>(scaled);
-      sum += scaled;
+    for (int i = 0; i < kAbreast; ++i) {
+      const int piece = first + i * warps;
+      if (piece >= params.pieces) break;
+      const int s = params.by_pieces.divide(piece);
+      const int v = (piece - s * of_row) * device::kWarpSize + lane;
+      if (v < params.vectors) raw[i] = x[row_of_x(params.grouped, s) * params.stride + v];
+      to[i] = params.to + std::int64_t{piece} * kVectors;
     }
-    sum = device::group_sum(sum, kGroup);
-    if (in_group != 0) sum = 0.0f;
-    device::Vec<T> terms;
 #pragma unroll
-    for (T& term : terms.data) {  // three, and zeros
-      term = device::from_float<T>(sum);
-      sum -= device::to_float(term);
+    for (int i = 0; i < kAbreast && first + i * warps < params.pieces; ++i) {
+      auto& values = reinterpret_cast<device::Vec<T>&>(raw[i]);
+      float sum = 0.0f;
+#pragma unroll
+      for (T& value : values.data) {
+        const float scaled = device::to_float(value) * device::kInt4MaskedFactor;
+        value = device::from_float<T>(scaled);
+        sum += scaled;
+      }
+      sum = device::group_sum(sum, kGroup);
+      device::Vec<T> terms{};
+#pragma unroll
+      for (int term = 0; term < 3; ++term) {
+        terms.data[term] = device::from_float<T>(in_group == 0 ? sum : 0.0f);
+        sum -= device::to_float(terms.data[term]);
+      }
+      device::store(reinterpret_cast<T*>(to[i] + lane), values);
+      if (in_group < 2)
+        device::store(
+            reinterpret_cast<T*>(to[i] + device::kWarpSize + lane / kGroup * 2 + in_group), terms);
     }
-    constexpr int kVectors = kColsWithSums / 8;
-    uint4* to = params.to + (std::int64_t{s} * of_row + part) * kVectors;
-    device::store(reinterpret_cast<T*>(to + lane), values);
-    if (in_group < 2)
-      device::store(reinterpret_cast<T*>(to + device::kWarpSize + lane / kGroup * 2 + in_group),
-                    terms);
   }
 }
 
