@@ -87,7 +87,8 @@ def fp8_linear(
         weight_scale: float32: one value, or ``[N]``, applied to the product in float32; or
             ``[ceil(N / 128), ceil(K / 128)]``, one a 128 x 128 block, applied to the expanded
             weight and, on CUDA, rounded to the dtype of the output; on Hopper up to 32 rows, up to
-            64 mostly, and where both are multiplied as they are, applied to sums in float32.
+            64 where blocks of the product have an SM each, and where both are multiplied as they
+            are, applied to sums in float32.
         x_scale: float32, for a float8 ``x`` only: one value, or one a row of ``x``, applied to the
             product; or ``[..., ceil(K / 128)]`` or ``[..., ceil(K / 256)]``, one a group of so many
             columns, applied to sums of those or, up to 64 rows, off Hopper, and with other than
