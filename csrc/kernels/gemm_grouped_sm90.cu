@@ -148,15 +148,14 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
   launch.in_order = params.rows == nullptr || x == p.workspace;
   if constexpr (Tile::kInt4) add_scales<Tile>(launch);
   const std::int64_t blocks = shape_ring<Tile>(launch);
-  launch.joined =
-      Tile::kMasked || Tile::kTerms || (Tile::kBoxes > 1 && p.K % Tile::kBoxDepth == 0);
+  launch.joined = Tile::kLaidOut || (Tile::kBoxes > 1 && p.K % Tile::kBoxDepth == 0);
   const int box_rows = box_rows_of<Tile>(launch.row_tile);
   if (launch.joined) {
     launch.x = device::swizzled_map(
         {.dtype = p.x.dtype,
          .data = x,
-         .sizes = {Tile::kBoxDepth, x_rows,
-                   (Tile::kMasked || Tile::kTerms ? x_stride : p.K) / Tile::kBoxDepth, 1},
+         .sizes = {Tile::kBoxDepth, x_rows, (Tile::kLaidOut ? x_stride : p.K) / Tile::kBoxDepth,
+                   1},
          .strides = {x_stride, Tile::kBoxDepth, Tile::kBoxDepth}},
         box_rows, Tile::kBoxDepth, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, Tile::kBoxesOfX);
   } else if (launch.in_order) {

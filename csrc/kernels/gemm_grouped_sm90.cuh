@@ -82,6 +82,8 @@ struct Tile {
                                     : 2;
   static constexpr bool kMasked = kInt4 && kSome && kWay.as == Int4As::kMasked;
   static constexpr bool kTerms = kSome && kFp8X;
+  // Whether a kernel ahead has laid rows of x out as stages take them, box beside box.
+  static constexpr bool kLaidOut = kMasked || kTerms;
   static constexpr int kBoxesOfX = kMasked ? kBoxesWithSums : kTerms ? 2 : kBoxes;
   static constexpr int kBoxDepth = kRowBytes / static_cast<int>(sizeof(X));  // columns of K
   static constexpr int kDepth = kBoxes * kBoxDepth;                          // of a stage
