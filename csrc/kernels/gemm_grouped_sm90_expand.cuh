@@ -29,8 +29,8 @@ struct ScalesAhead {
     left = blocks * kStages;
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      ends[r] = expert * static_cast<int>(params.stride_scales) + gemm_detail::first_block_scale(p, n[r]) +
-                blocks;
+      ends[r] = expert * static_cast<int>(params.stride_scales) +
+                gemm_detail::first_block_scale(p, n[r]) + blocks;
     load(p);
   }
 

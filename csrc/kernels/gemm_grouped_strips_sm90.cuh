@@ -55,7 +55,8 @@ __device__ __forceinline__ void load_scales(float (&of_box)[kBoxes],
   static_assert(kBoxCols<WeightFormat::kFp8> == kScaleBlock);
   const int blocks = ceil_div(params.gemm.K, kScaleBlock);
   const float* scales = static_cast<const float*>(params.gemm.weight.scales) +
-                        expert * params.stride_scales + gemm_detail::first_block_scale(params.gemm, row);
+                        expert * params.stride_scales +
+                        gemm_detail::first_block_scale(params.gemm, row);
 #pragma unroll
   for (int box = 0; box < kBoxes; ++box)
     of_box[box] = scales[min(chunk * kBoxes + box, blocks - 1)];

@@ -80,7 +80,8 @@ struct Weights {
       // The warp's 16 rows are in one block: tiles, and the up rows, start at multiples of 16.
       const int n =
           weight_row<Tile>(launch, work.place.n, half_of<Tile>(me.warpgroup, band)) + row();
-      blocks[band] = static_cast<const float*>(p.weight.scales) + gemm_detail::first_block_scale(p, n);
+      blocks[band] = static_cast<const float*>(p.weight.scales) +
+                     gemm_detail::first_block_scale(p, n);
     }
   }
 

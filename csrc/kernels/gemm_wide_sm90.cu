@@ -63,7 +63,7 @@ struct ScalesOfBlocks {
   int octets;  // that have the first one's
 
   __device__ ScalesOfBlocks(const GemmParams& p, int row, int begin) {
-    const int next = (min(row, p.N - 1) / kScaleBlock + 1) * kScaleBlock;  // block's first row
+    const int next = (min(row, p.N - 1) / kScaleBlock + 1) * kScaleBlock;  // row of the next block
     first = static_cast<const float*>(p.weight.scales) + first_block_scale(p, row) + begin;
     octets = (next - row) / 8;
     second = first_block_scale(p, next) - first_block_scale(p, row);
