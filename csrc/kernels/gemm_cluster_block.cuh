@@ -26,6 +26,10 @@ constexpr int kBlocks = kGroups > 2 || Layout::kAlone ||
                                  Layout::kFormat != WeightFormat::kDense)
                             ? 1
                             : 2;
+/// Whether scales of blocks of fp8 weights are brought to shared memory.
+template <class Layout, int kGroups>
+constexpr bool kHoldsBlocks = Layout::kFormat == WeightFormat::kFp8 && !Layout::kFp8X &&
+                              kBlocks<Layout, kGroups> == 1;
 template <int kTokens, int kGroups>
 constexpr int kBlockThreads = kThreads + (kGroups - 2) * kGroupThreads +
                               (kTokens == kNormTokens ? (kNormWarps - 1) * 32 : 0);

@@ -5,7 +5,7 @@
 #include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_registers_few.cuh"
 #include "device/ptx/wgmma_shared.cuh"
-#include "kernels/gemm_cluster_sm90.cuh"
+#include "kernels/gemm_cluster_block.cuh"
 #include "kernels/gemm_epilogue.cuh"
 
 /// The warpgroups that multiply in the cluster kernel: what they hold, and how they go on.
@@ -49,6 +49,8 @@ struct Consumer {
   static constexpr bool kBroad = kGroups > 2, kPartial = kWholeUnits > 0;
   static constexpr int kUnits = std::max(kWholeUnits, 1);
   static constexpr int kTokens = Layout::kTokens;
+  static constexpr int kThreads = kGroups * kGroupThreads;  // that multiply
+  static constexpr bool kHoldsBlocks = gemm_cluster::kHoldsBlocks<Layout, kGroups>;
   /// Whether there are registers for the products of a stage beside the sums.
   static constexpr bool kScalesSums =
       kUnits <= gemm_config::kScaledUnitsByStages &&

@@ -1,6 +1,6 @@
 #pragma once
 #include "device/dequant.cuh"
-#include "kernels/gemm_block_scales.cuh"
+#include "kernels/gemm_cluster_block_scales.cuh"
 #include "kernels/gemm_cluster_int4_loops.cuh"
 
 /// The loops over the stages of the cluster kernel, but of int4.
@@ -24,35 +24,6 @@ __device__ __forceinline__ void expand_fp8(const Consumer& of, const Stage& stag
     }
 }
 
-/// The scales of the 128 x 128 that a step of K multiplies, of fp8 weights, for the warp's eights of
-/// a unit; 1 where they are not of blocks.
-template <int kUnits>
-struct BlockScales {
-  const float* scales;  // or null
-  int steps;
-  std::int32_t of[kUnits][2];  // first one of an eight's rows
-
-  template <class Consumer>
-  __device__ __forceinline__ explicit BlockScales(const Consumer& by) : steps(by.params.steps) {
-    const GemmParams& p = by.params.gemm;
-    const bool blocks = p.weight.scale_layout == ScaleLayout::kBlock;
-    scales = blocks ? static_cast<const float*>(p.weight.scales) + by.begin : nullptr;
-    steps -= by.begin;
-#pragma unroll
-    for (int u = 0; u < kUnits; ++u)
-#pragma unroll
-      for (int eight = 0; eight < 2; ++eight) {
-        const int row = by.row_of(by.strip_of(u) * kStripRows + eight * 8);
-        of[u][eight] = first_block_scale(p, row);
-      }
-  }
-  /// Of the block's step `i`.
-  __device__ __forceinline__ float2 at(int i, int u = 0) const {
-    if (!scales || i >= steps) return {1.0f, 1.0f};
-    return {scales[of[u][0] + i], scales[of[u][1] + i]};
-  }
-};
-
 /// Both operands from shared memory, of 64 columns of 16 bits.
 template <class Consumer>
 __device__ __forceinline__ void run_shared(Consumer& by) {
@@ -73,7 +44,7 @@ __device__ __forceinline__ void run_shared(Consumer& by) {
 /// float32.
 template <class Consumer>
 __device__ __forceinline__ void run_in_parts(Consumer& by) {
-  const BlockScales<1> scales(by);
+  const BlockScales<1, false> scales(by);
   float2 next_scale = scales.at(by.turn);
   by.for_each_stage([&](int i, const Stage& stage, int place) {
     typename Consumer::Sums part;
@@ -93,7 +64,7 @@ __device__ __forceinline__ void run_expanded_fp8(Consumer& by) {
     // A scale of sums, not of as many weights: other bits than those of more rows.
     if constexpr (Consumer::kScalesSums) {
       if (Consumer::kPartial || !by.params.gemm.batch_invariant) {
-        const BlockScales<Consumer::kUnits> scales(by);
+        const BlockScales<Consumer::kUnits, Consumer::kHoldsBlocks> scales(by);
         Stage stage;
         return by.template run_scaled_sums<Consumer::kTokens>(
             [&](int u, const Stage& next, int i) {
@@ -106,7 +77,7 @@ __device__ __forceinline__ void run_expanded_fp8(Consumer& by) {
       }
     }
     if constexpr (!Consumer::kPartial) {
-      const BlockScales<1> scales(by);
+      const BlockScales<1, Consumer::kHoldsBlocks> scales(by);
       float2 scale, next_scale = scales.at(by.turn);
       return by.run_expanded([&](int i, const Stage& stage, int u, int box,
                                  std::uint32_t(&a)[4][4]) {

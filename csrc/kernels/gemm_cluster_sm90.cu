@@ -102,8 +102,14 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
     params.zero_bytes = p.weight.zeros ? round_up(bytes, kBoxAlignment) : 0;
   }
   const int scale_bytes = (params.paired ? 2 : 1) * (params.scale_bytes + params.zero_bytes);
-  const int held_bytes = params.held_groups > 0 ? scale_bytes : 0;
+  int held_bytes = params.held_groups > 0 ? scale_bytes : 0;
   const int weight_bytes = params.tile_rows * Layout::kRowOfWeight + scale_bytes - held_bytes;
+  if (kHoldsBlocks<Layout, kGroups> && p.weight.scale_layout == ScaleLayout::kBlock) {
+    params.held_groups = ceil_div(params.box_rows - 1, kScaleBlock) + 1;
+    held_bytes = round_up((params.paired ? 2 : 1) * params.held_groups *
+                              ceil_div(params.steps, segments) * static_cast<int>(sizeof(float)),
+                          kBoxAlignment);
+  }
   // The last operand of a short tile reaches over the last stage: not out of shared memory.
   const int own = kFixedBytes + kFactorBytes<kTokens, kGroups, kUnits>;
   const int behind = own + received + held_bytes;

@@ -54,7 +54,7 @@ struct ClusterParams {
   std::int32_t scale_bytes, zero_bytes;  // of int4: of a box, in a stage or of all stages
   std::int32_t stage_groups;  // of int4: groups that a stage may touch
   std::int32_t held_at;       // bytes to the scales of all stages; 0: a stage has its own
-  std::int32_t held_groups;   // groups of those, ...
+  std::int32_t held_groups;   // groups of those, or, of blocks, rows of these under a box, ...
   std::int32_t held_step;     // ... and scales from a stage's to the next's
   device::Divisor group;      // of int4: its columns
   std::int32_t prefetched;    // stages that L2 is asked for ahead of the wait
