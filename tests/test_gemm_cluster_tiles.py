@@ -55,7 +55,10 @@ def tile(M: int, N: int, K: int, format: str, **options: Any) -> tuple[int, int]
         (32, 4096, 14336, "int4", (64, 2)),
         (33, 4096, 14336, "int4", (64, 2)),
         (32, 6144, 4096, "int4", (64, 2)),
-        (33, 6144, 4096, "int4", (64, 2)),
+        (48, 6144, 4096, "int4", (64, 2)),
+        (49, 6144, 4096, "int4", (48, 1)),  # three warpgroups by turns, an SM each
+        (64, 6144, 5248, "int4", (64, 2)),  # each of 128 blocks would read all of x
+        (64, 6368, 4096, "int4", (64, 2)),  # 133 of 48
         (32, 4096, 14336, "int4_fp8", (64, 2)),
         (64, 6144, 4096, "int4_fp8", (64, 2)),
         (32, 8192, 28672, "fp8", (64, 2)),
@@ -198,6 +201,7 @@ def multiply(format: str, x: Tensor, weight: Any, **options: Any) -> Tensor:
         (35, 6720, 4112, "fp8_blocks"),  # in four
         *((M, 4096, 4240, "fp8_blocks") for M in (33, 64)),  # scaled sums of 64 rows
         (48, 5120, 10240, "int4"),  # and K cut
+        (57, 4640, 2560, "int4"),  # 48 by turns, of more than 32 rows of x
         (32, 5120, 10240, "int4_fp8"),
     ],
 )
@@ -260,14 +264,19 @@ def test_sums_of_tall_tiles_have_room(M: int, N: int, K: int, segments: int) -> 
 @pytest.mark.gpu
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 128, 192, -1])
-@pytest.mark.parametrize(("N", "K"), [(18944, 1536), (4096, 1536)])  # by turns; K cut, 64 rows
-def test_groups_of_every_size(N: int, K: int, group: int, zero_point: bool) -> None:
+@pytest.mark.parametrize(
+    ("M", "N", "K", "rows"),
+    [(16, 18944, 1536, 160), (16, 4096, 1536, 64), (64, 6112, 3840, 48)],  # by turns; K cut; short
+)
+def test_groups_of_every_size(
+    M: int, N: int, K: int, rows: int, group: int, zero_point: bool
+) -> None:
     """Scales that come with a stage, and those of all stages at once."""
-    assert plan(16, N, K, "int4")["shares_stages"] == (N == 18944)
+    assert tile(M, N, K, "int4")[0] == rows
     generator = torch.Generator("cuda").manual_seed(11)
     x, weight = (
         torch.randn(rows, K, generator=generator, device="cuda").to(torch.bfloat16)
-        for rows in (16, N)
+        for rows in (M, N)
     )
     packed = ops.pack_int4(weight, group, zero_point)
     exact = x.double() @ packed.dequantize().double().T
@@ -289,6 +298,7 @@ def test_groups_of_every_size(N: int, K: int, group: int, zero_point: bool) -> N
         (33, 17024, 256, "fp8"),
         (16, 9728, 1280, "int4"),  # by turns
         (32, 9728, 1280, "int4_fp8"),
+        (64, 4640, 2560, "int4"),
         (16, 18912, 1280, "fp8"),
         (16, 18912, 1280, "fp8_blocks"),
         (9, 27008, 256, "fp8_blocks"),  # wide

@@ -199,6 +199,20 @@ constexpr std::int32_t cut_by_stages(const Shape& shape, std::int32_t tiles, Con
   return chosen;
 }
 
+/// 49 to 64 rows of x by int4, where other tiles are `blocks`, two, for some SMs: tiles of 48 weight
+/// rows and all of K, of which nearly every SM has one, whose stages three warpgroups share out.
+/// H200, us alone, by 64 weight rows and half of K and so, 64 rows: 4096 x 6144 10.6 and 9.8, 5120 x
+/// 6144 12.4 and 11.4; but 48 rows of 4096 x 6144 9.1 and 9.7, 64 of 14336 x 6144 26.0 and 28.5, of
+/// which each block reads all of x; 64 of 4096 x 6144 by e4m3 9.1 and 9.2, of fp8 11.7 and 11.7.
+constexpr bool is_for_short_tiles(const Shape& shape, std::int32_t blocks) {
+  constexpr std::int32_t kMoreRows = 48, kMostColumns = 5120, kFewest = 96;  // tiles
+  const std::int32_t tiles = ceil_div(shape.N, kShortCols);
+  return shape.format == WeightFormat::kInt4 && !meets_bytes(shape) && blocks > 1 &&
+         shape.M > kMoreRows && shape.M <= kFewRows && shape.K <= kMostColumns &&
+         shape.dtype == DType::kBFloat16 && !shape.batch_invariant &&
+         !is_gated(shape.activation) && tiles <= kClusters[0] && tiles >= kFewest;
+}
+
 /// Tile and segments of K of the cluster kernel. Clusters of up to six blocks, since of seven 32 do
 /// not always run at once, and 640 columns a block at least. Where a weight is expanded a tile of
 /// fewer rows than its warpgroups have spares nothing; else some rows decide whether the last tiles
@@ -248,6 +262,10 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
                             shape.dtype == DType::kBFloat16 && !shape.normalizes;
   if (may_be_three)
     for (const std::int32_t rows : {kBroadCols - kStripRows, kBroadCols}) consider(rows);
+  if (is_for_short_tiles(shape, blocks_per_sm(chosen, config.segments, config.tile_cols))) {
+    config.tile_cols = kShortCols, config.segments = 1, config.shares_stages = true;
+    return ceil_div(shape.N, kShortCols);
+  }
   const std::int32_t by_stages = cut_by_stages(shape, chosen, config);
   return by_stages > 0 ? by_stages : chosen;
 }

@@ -150,7 +150,7 @@ struct Consumer {
   /// Operands in registers, expand(i, stage, unit, box, a).
   template <class Expand>
   __device__ __forceinline__ void run_expanded(Expand expand) {
-    if constexpr (Layout::kAlone && kTokens == 64) {
+    if constexpr ((Layout::kAlone || kWholeUnits == 1) && kTokens == 64) {
       run_stages_ahead(expand);
     } else {
       run_boxes_by_turns(expand);
@@ -238,7 +238,8 @@ struct Consumer {
     Stage stage = at.wait();
     const auto make = [&](std::uint32_t (&to)[2][4][4]) {
 #pragma unroll
-      for (int box = 0; box < 2; ++box) expand(i, stage, 0, box, to[box]);
+      for (int box = 0; box < 2; ++box)
+        if (has_strip(0)) expand(i, stage, 0, box, to[box]);
     };
     make(a[0]);
     bool more = true;

@@ -93,7 +93,8 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
     // the stage and so, 21.0 and 21.9, by e4m3 21.9 and 22.9.
     const int all_bytes = all_groups * params.tile_rows * (p.weight.zeros ? 3 : 2);
     const bool fit = all_groups <= kMostGroups && all_bytes * kHeldShare <= params.shared_bytes;
-    if (Layout::kMayHold && segments > 1 && fit && (one_group || group == kCols)) {
+    const bool may_wait = segments > 1 || kUnits == 1;
+    if (Layout::kMayHold && may_wait && fit && (one_group || group == kCols)) {
       params.held_groups = all_groups;
       params.held_step = one_group ? 0 : params.box_rows;
     }
@@ -280,6 +281,9 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
 }  // namespace
 
 void launch_cluster(const GemmParams& p, const gemm_config::Config& config, Stream stream) {
+  if (config.tile_cols == gemm_config::kShortCols && config.shares_stages)
+    return launch<__nv_bfloat16, __nv_bfloat16, StageLayout<WeightFormat::kInt4, false, 64>, 3, 1>(
+        p, config, stream);
   if (config.shares_stages)
     return dispatch_rows<2, 3, 4>(ceil_div(config.tile_cols, kGroupRows), [&]<int kUnits>() {
       launch_units<kUnits>(p, config, stream);

@@ -27,6 +27,7 @@ constexpr int kNormRows = 16;       // of x that the cluster kernel folds a norm
 constexpr int kGroupRows = 64;      // weight rows that a warpgroup of the cluster kernel multiplies
 constexpr int kWideCols = 224;   // weight rows of the cluster kernel's wide tiles
 constexpr int kBroadCols = 192;  // and of its broad ones, of three warpgroups, at most
+constexpr int kShortCols = 48;   // and of its short ones, of three warpgroups, too
 constexpr int kRowsByStages = 32;    // the most of x where three take stages by turns, ...
 // ... and times 64 weight rows whose sums are scaled: of int4 by 16-bit x, and of blocks of fp8.
 constexpr int kScaledUnitsByStages = 3;
