@@ -2,10 +2,14 @@
 
 #include <algorithm>
 
+#include "common/launch_trace.h"
 #include "device/launch.cuh"
+#include "device/properties.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "kernels/gemm_epilogue.cuh"
 #include "kernels/gemm_fragments.cuh"
+#include "kernels/gemm_grouped_config_text.h"
+#include "kernels/gemm_grouped_fit.h"
 #include "kernels/gemm_grouped_launch.cuh"
 #include "kernels/gemm_launch.cuh"
 
@@ -13,12 +17,12 @@ namespace ridgeline {
 namespace {
 
 using namespace gemm_detail;
-using gemm_grouped::expanded_bytes;
-using gemm_grouped::expands_x;
+using gemm_grouped::Choice;
 using gemm_grouped::kMaxExperts;
 using gemm_grouped::of_expanded_x;
 using gemm_grouped::of_expert;
 using gemm_grouped::row_of_x;
+using gemm_grouped::Shape;
 
 // ---- Constants ----------------------------------------------------------------------------------
 
@@ -291,48 +295,50 @@ void launch(const GroupedGemmParams& params, Stream stream) {
       grid, dim3(Tile::kThreads), sizeof(Shared<Tile>), stream, params, "grouped_linear");
 }
 
-/// Tiles of about as many rows as experts have; few rows take narrow blocks, which spread a weight
-/// over more SMs: one token of top 8 in 128 experts of 2048 x 1536 took 30.2 us in blocks of 128
-/// weight rows, 23.6 in blocks of 64 (H200).
 template <class T>
-void launch_rows(const GroupedGemmParams& params, Stream stream) {
-  const std::int64_t mean = params.gemm.M / std::max(params.experts, 1);
-  if (mean <= 32) return launch<T, WeightFormat::kDense, 1, 4>(params, stream);
-  if (mean <= 64) return launch<T, WeightFormat::kDense, 2, 8>(params, stream);
+void launch_rows(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
+  if (choice.tile_rows == 32) return launch<T, WeightFormat::kDense, 1, 4>(params, stream);
+  if (choice.tile_rows == 64) return launch<T, WeightFormat::kDense, 2, 8>(params, stream);
   launch<T, WeightFormat::kDense, 4, 8>(params, stream);
 }
 
-/// Quantised weights have one tile.
 template <class T>
-void launch_format(const GroupedGemmParams& params, Stream stream) {
+void launch_format(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   switch (params.gemm.weight.format) {
-    case WeightFormat::kDense: return launch_rows<T>(params, stream);
+    case WeightFormat::kDense: return launch_rows<T>(params, choice, stream);
     case WeightFormat::kInt4: return launch<T, WeightFormat::kInt4, 2, 8>(params, stream);
     case WeightFormat::kFp8: return launch<T, WeightFormat::kFp8, 2, 8>(params, stream);
     case WeightFormat::kInt8: break;  // no op has experts of it
   }
 }
 
+Shape shape_of(const GroupedGemmParams& params) {
+  return gemm_grouped::shape_of(params, device::runs_sm90a(), device::multiprocessors());
+}
+
 }  // namespace
 
 std::size_t grouped_gemm_workspace_bytes(const GroupedGemmParams& params) {
-  if (expands_x(params))
-    return expanded_bytes(params) + grouped_gemm_workspace_bytes(of_expanded_x(params));
-  return gemm_grouped::runs_on_wgmma(params) ? gemm_grouped::sm90_workspace_bytes(params) : 0;
+  const Shape shape = shape_of(params);
+  return gemm_grouped::workspace_bytes(shape, gemm_grouped::choose(shape));
 }
 
 void grouped_gemm(const GroupedGemmParams& params, Stream stream) {
   check(params.experts <= kMaxExperts, "weight: expected at most ", kMaxExperts, " experts, got ",
         params.experts);
-  if (expands_x(params)) {
+  const Choice choice = gemm_grouped::choose(shape_of(params));
+  launch_trace::note_choice([&] { return gemm_grouped::to_text(choice); });
+  GroupedGemmParams taken = params;
+  if (choice.expands_x) {
     GemmParams x = params.gemm;
     x.M = params.x_rows;
     launch_prepare(x, x.workspace, x.K, stream);
-    return grouped_gemm(of_expanded_x(params), stream);
+    taken = of_expanded_x(params);
   }
-  if (gemm_grouped::runs_on_wgmma(params)) return gemm_grouped::launch_sm90(params, stream);
+  if (choice.path != gemm_grouped::Path::kTile)
+    return gemm_grouped::launch_sm90(taken, choice, stream);
   device::dispatch_half(params.gemm.dtype, [&](auto type) {
-    launch_format<typename decltype(type)::type>(params, stream);
+    launch_format<typename decltype(type)::type>(taken, choice, stream);
   });
 }
 

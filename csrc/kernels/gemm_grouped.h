@@ -10,14 +10,15 @@ namespace ridgeline {
 /// rows an expert are bound by bandwidth, many by the tensor cores.
 struct GroupedGemmParams {
   // M = S rows of y; weight, scales, zero points and bias those of expert 0, biases lie N apart; no
-  // residual, norm or perm; scales of x are those of its own rows.
+  // norm or perm; where batch_invariant a residual, else none; scales of x are those of its own
+  // rows.
   GemmParams gemm = {};
   std::int32_t experts = 0;
   std::int64_t stride_expert = 0;         // bytes between the experts' weights
   std::int64_t stride_scales = 0;         // elements between their scales, and zero points; e4m3
                                           // x has scales of groups where these are of blocks
-  const std::int32_t* offsets = nullptr;  // [experts + 1], not falling, from 0; or null: of
-                                          // one expert, which has all rows
+  const std::int32_t* offsets = nullptr;  // [experts + 1], not falling, from 0; or null, where
+                                          // batch_invariant: of one expert, which has all rows
   const std::int32_t* rows = nullptr;     // [S]: the row of x that row s is made of; or null: s
   std::int64_t x_rows = 0;
   std::int32_t segments = 1;              // of K, of a single dense weight: each is summed by

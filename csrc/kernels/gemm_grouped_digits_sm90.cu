@@ -8,8 +8,6 @@
 namespace ridgeline::gemm_grouped {
 namespace {
 
-constexpr int kMostTileRows = 2 * kTokens;  // of x that a strip meets at a time
-
 /// The warps that ask for weights find them, and the first of those tells the others: where all
 /// did, the way to the first weights took longer. H200, lab, one token, 2048 x 1536 7.6 us and 7.3,
 /// 768 x 2048 6.1 and 5.8; but fp8 strips of the former 9.0 and 9.1.
@@ -33,8 +31,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
   const GemmParams& p = launch.grouped.gemm;
   const int warp = device::warp_index(), lane = threadIdx.x % 32;
   const int each = kStripRows * launch.row_tile;
-  char* ring = memory + warp * kRingStages * digits.stage_bytes;
-  auto& barriers = *reinterpret_cast<GroupedBarriers*>(memory + kWarps * kRingStages *
+  char* ring = memory + warp * kDigitsStages * digits.stage_bytes;
+  auto& barriers = *reinterpret_cast<GroupedBarriers*>(memory + kWarps * kDigitsStages *
                                                                     digits.stage_bytes);
   float* sums_at = reinterpret_cast<float*>(&barriers + 1);
   Span* spans = reinterpret_cast<Span*>(sums_at + kFinishers * launch.paired * kWarps * each);
@@ -46,7 +44,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
   ptx::launch_dependents();
   if (threadIdx.x == kThreads) barriers.sums.init(launch);
   if (lane == 0 && warp < kWarps) {
-    for (int i = 0; i < kRingStages; ++i) {
+    for (int i = 0; i < kDigitsStages; ++i) {
       ptx::mbarrier_init(&barriers.full[warp][i], 1);
       ptx::mbarrier_init(&barriers.free[warp][i], device::kWarpSize);
     }
@@ -66,10 +64,10 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     const std::uint64_t policy = ptx::evict_first();
     const auto request = [&](const ChunkSteps& at, int to, int stage, int parity) {
       ptx::mbarrier_wait(&barriers.free[to][stage], parity);
-      request_chunk<kBlocks>(params, at, memory + (to * kRingStages + stage) * digits.stage_bytes,
+      request_chunk<kBlocks>(params, at, memory + (to * kDigitsStages + stage) * digits.stage_bytes,
                              &barriers.full[to][stage], policy);
     };
-    return request_chunks(walk, requester, kRingStages, request);
+    return request_chunks(walk, requester, kDigitsStages, request);
   }
   const LaneRows lane_rows(launch.grouped, lane);
   bool finite = true, once = false;  // once: one row of x is all rows
@@ -124,7 +122,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         ptx::mbarrier_wait(&barriers.full[warp][stage], parity);
         multiply_chunk<T, kSpan, kBlocks>(digits, of_chunk, x_lane, chunk, sums, lane);
         ptx::mbarrier_arrive(&barriers.free[warp][stage]);  // every lane, for what it read
-        if (++stage == kRingStages) {
+        if (++stage == kDigitsStages) {
           stage = 0;
           parity ^= 1;
         }
@@ -185,76 +183,18 @@ CUtensorMap scales_map(const void* data, int bytes, const GroupedGemmParams& par
   return map;
 }
 
-/// Where a block's shared memory goes. Bytes: more than there are, where not even one row fits.
-struct Sizes {
-  StripLaunch launch;
-  std::int64_t bytes;
-};
-
-constexpr int kMostBytes = 227 * 1024;
-
-int group_shift(const GemmParams& p) {
-  int shift = 0;
-  while ((1 << shift) < std::min(p.weight.group, kChunkCols)) ++shift;
-  return shift;
-}
-
-/// Blocks of a chunk: three quarters as many where whole ones make K so, and not otherwise. H200,
-/// lab, 768 x 2048, 1 and 16 tokens 5.7 us and 5.4, 27.4 and 25.6.
-int blocks_of(const GemmParams& p) {
-  constexpr int kFewer = kChunkBlocks * 3 / 4, kFewerCols = kFewer * Int4Layout::kCols;
-  const bool fewer = p.K % kFewerCols == 0 && p.K % kChunkCols != 0 && p.weight.group == 128;
-  return fewer ? kFewer : kChunkBlocks;
-}
-
-int groups_of(const GemmParams& p) {
-  return std::max(blocks_of(p) * Int4Layout::kCols >> group_shift(p), 1);
-}
-
-int stage_bytes(const GemmParams& p) {
-  const int groups = groups_of(p);
-  return blocks_of(p) * 512 + round_up(groups * kScaleBytes, 128) +
-         (p.weight.zeros ? round_up(groups * kZeroBytes, 128) : 0);
-}
-
-/// As many rows of x as a tile may have, or as fit.
-Sizes sizes_of(const GroupedGemmParams& params) {
-  const GemmParams& p = params.gemm;
-  const int of_ring = kWarps * stage_bytes(p), paired = is_gated(p.activation) ? 2 : 1;
-  StripLaunch launch{.grouped = params,
-                     .items = p.N / kStripRows / paired,
-                     .paired = paired,
-                     .chunks = ceil_div(p.K, blocks_of(p) * Int4Layout::kCols),
-                     .by_blocks = device::Divisor::of(device::multiprocessors()),
-                     .by_items = device::Divisor::of(p.N / kStripRows / paired)};
-  launch.by_chunks = device::Divisor::of(launch.chunks);
-  launch.all_wait = all_wait(launch.chunks, paired);
-  const auto fixed = [&](int rows) {
-    const int blocks = ceil_div(p.K, kChunkCols) * kChunkBlocks;
-    launch.row_tile = rows;
-    launch.listed = most_listed(params, rows, device::multiprocessors());
-    return static_cast<std::int64_t>(sizeof(GroupedBarriers)) + bytes_of_sums(launch) +
-           round_up(blocks * rows, 2) * sizeof(Span) + blocks * block_bytes(rows) +
-           bytes_of_lists(launch, kRequesters);
-  };
-  int rows = static_cast<int>(std::min<std::int64_t>(p.M, kMostTileRows));
-  while (rows > 1 && fixed(rows) + kRingStages * of_ring > kMostBytes) --rows;
-  const std::int64_t bytes = fixed(rows) + kRingStages * of_ring;
-  return {launch, bytes};
-}
-
 template <class T, int kSpan, int kBlocks>
-void launch(const GroupedGemmParams& params, Stream stream) {
-  const Sizes sizes = sizes_of(params);
+void launch(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const GemmParams& p = params.gemm;
-  GroupedDigitsParams launched{.digits = {.gemm = p}, .launch = sizes.launch};
+  GroupedDigitsParams launched{.digits = {.gemm = p},
+                               .launch = strip_launch(params, choice, choice.chunk_cols)};
   DigitsParams& digits = launched.digits;
-  digits.gemm.M = sizes.launch.row_tile;
+  digits.gemm.M = choice.tile_rows;
   digits.chunks = ceil_div(p.K, kChunkCols);
-  launched.early = p.M <= sizes.launch.row_tile && p.M * digits.chunks <= kMostEarly;
+  launched.early = p.M <= choice.tile_rows && p.M * digits.chunks <= kMostEarly;
   launched.by_x_chunks = device::Divisor::of(digits.chunks);
-  digits.group_shift = group_shift(p);
-  const int groups = groups_of(p);
+  digits.group_shift = group_shift(p.weight.group);
+  const int groups = groups_of_chunk(choice.chunk_cols, p.weight.group);
   launched.strip_bytes = ceil_div(p.K, Int4Layout::kCols) * Int4Layout::kWords * 4;
   launched.groups = groups;
   launched.scale_bytes = groups * (kScaleBytes + (p.weight.zeros ? kZeroBytes : 0));
@@ -263,52 +203,29 @@ void launch(const GroupedGemmParams& params, Stream stream) {
   digits.scales = scales_map(p.weight.scales, 2, params, groups);
   if (p.weight.zeros) digits.zeros = scales_map(p.weight.zeros, 1, params, groups);
   digits.zeros_at = kBlocks * 512 + round_up(groups * kScaleBytes, 128);
-  digits.stage_bytes = stage_bytes(p);
+  digits.stage_bytes =
+      digits_stage_bytes(choice.chunk_cols, p.weight.group, p.weight.zeros != nullptr);
   constexpr auto kKernel = grouped_digits_kernel<T, kSpan, kBlocks>;
   constexpr auto kName = "grouped_linear: digits";
   device::launch_chained<kKernel>(dim3(device::multiprocessors()), dim3(kStripThreads),
-                                  sizes.bytes, stream, launched, kName);
+                                  kRings * kDigitsStages * digits.stage_bytes + choice.shared_bytes,
+                                  stream, launched, kName);
 }
 
 template <class T>
-void launch_spans(const GroupedGemmParams& params, Stream stream) {
-  const GemmParams& p = params.gemm;
-  const bool wide = p.weight.group % (2 * Int4Layout::kCols) == 0 || p.weight.group >= p.K;
-  if (blocks_of(p) < kChunkBlocks) return launch<T, 2, kChunkBlocks * 3 / 4>(params, stream);
-  if (wide) return launch<T, 2, kChunkBlocks>(params, stream);
-  launch<T, 1, kChunkBlocks>(params, stream);
-}
-
-/// Rows, at most: an expert, in the mean, six fewer than a strip meets at a time, for the weights of
-/// an expert that has more go by twice. H200, lab, us, by expansion and so: 8 and 12 tokens of 2 of
-/// 8 experts of 14336 x 4096, of which four rows fit, 65.1 59.8 and 61.2 60.3, of 4096 x 28672 123
-/// 107 and 113 112; 24, 32, 40 and 64 of 8 of 128 experts of 2048 x 1536 49.5 56.2 58.0 59.8 and
-/// 48.9 53.2 60.0 64.1. Strips of few chunks leave warps without one: 4, 8 and 16 tokens of 768 x
-/// 2048 12.9 18.7 23.2 and 12.5 19.1 27.4.
-std::int64_t most_rows(GroupedGemmParams params) {
-  constexpr int kFewChunks = 4, kFewest = 2;
-  const GemmParams& p = params.gemm;
-  if (ceil_div(p.K, kChunkCols) < kFewChunks)
-    return blocks_of(p) < kChunkBlocks ? ceil_div(params.experts, 2)
-                                       : std::min(params.experts, kMostTileRows);
-  params.gemm.M = std::max<std::int64_t>(p.M, kMostTileRows);
-  return std::int64_t{std::max(sizes_of(params).launch.row_tile - 6, kFewest)} * params.experts;
+void launch_spans(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
+  if (choice.chunk_cols < kChunkCols)
+    return launch<T, 2, kChunkBlocks * 3 / 4>(params, choice, stream);
+  if (choice.span_cols > Int4Layout::kCols)
+    return launch<T, 2, kChunkBlocks>(params, choice, stream);
+  launch<T, 1, kChunkBlocks>(params, choice, stream);
 }
 
 }  // namespace
 
-bool is_for_digits(const GroupedGemmParams& params) {
-  const GemmParams& p = params.gemm;
-  if (p.weight.format != WeightFormat::kInt4 || p.batch_invariant) return false;
-  const int group = p.weight.group;
-  const bool divides = group % Int4Layout::kCols == 0 && kChunkCols % group == 0;
-  if (!divides && group % kChunkCols != 0 && group < p.K) return false;
-  return p.K > kChunkCols && p.M <= most_rows(params) && sizes_of(params).bytes <= kMostBytes;
-}
-
-void launch_digits(const GroupedGemmParams& params, Stream stream) {
+void launch_digits(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   device::dispatch_half(params.gemm.dtype, [&](auto type) {
-    launch_spans<typename decltype(type)::type>(params, stream);
+    launch_spans<typename decltype(type)::type>(params, choice, stream);
   });
 }
 

@@ -9,10 +9,6 @@ namespace ridgeline::gemm_grouped {
 
 using namespace gemm_digits;
 
-// ---- Constants ----------------------------------------------------------------------------------
-
-constexpr int kRingStages = 2;  // of a warp: with three 4 tokens of 2048 x 1536 17.2 us and 18.5
-
 struct GroupedDigitsParams {
   DigitsParams digits;  // its M: rows of x that shared memory has room for; its chunks: of x
   StripLaunch launch;
@@ -28,11 +24,14 @@ struct GroupedDigitsParams {
 
 /// Fixed parts; before them the rings, after them the sums, the spans of x, x, and lists of tiles.
 struct GroupedBarriers {
-  std::uint64_t full[kWarps][kRingStages];  // a chunk and its scales are in
-  std::uint64_t free[kWarps][kRingStages];  // they are multiplied
+  std::uint64_t full[kWarps][kDigitsStages];  // a chunk and its scales are in
+  std::uint64_t free[kWarps][kDigitsStages];  // they are multiplied
   SumBarriers sums;
   Share share;
 };
+static_assert(sizeof(GroupedBarriers) == kDigitsFixedBytes && sizeof(Span) == kSpanBytes);
+static_assert(block_bytes(3) == x_block_bytes(3) && 2 * kTokens == kDigitsTokens);
+static_assert(kScaleBytes == kGroupScaleBytes && kZeroBytes == kGroupZeroBytes);
 
 // ---- Weights ------------------------------------------------------------------------------------
 

@@ -2,12 +2,10 @@
 #include "common/math.h"
 #include "device/launch.cuh"
 #include "device/reduce.cuh"
-#include "kernels/gemm_grouped.h"
+#include "kernels/gemm_grouped_config.h"
 
 /// What the kernels that grouped_gemm() is made of share.
 namespace ridgeline::gemm_grouped {
-
-constexpr int kMaxExperts = 1023;  // and the rows of no expert
 
 /// The row of x that row `s` of y is made of. One that is not there reads row 0, as other ops do.
 __device__ __forceinline__ std::int64_t row_of_x(const GroupedGemmParams& p, std::int64_t s) {
@@ -81,23 +79,6 @@ struct Tables {
   }
 };
 
-/// Whether launch_sm90() multiplies these shapes here. No function of the rows: a row's bits do not
-/// depend on their number.
-bool runs_on_wgmma(const GroupedGemmParams& params);
-
-/// Whether e4m3 rows of x become 16 bits first: no kernel for experts multiplies sums of 128
-/// columns by scales of both.
-inline bool expands_x(const GroupedGemmParams& params) {
-  const GemmParams& p = params.gemm;
-  return p.x.dtype == DType::kFloat8E4M3 && (p.weight.scale_layout == ScaleLayout::kBlock ||
-                                             !runs_on_wgmma(params));
-}
-
-inline std::size_t expanded_bytes(const GroupedGemmParams& params) {
-  const auto elements = static_cast<std::size_t>(params.x_rows * params.gemm.K);
-  return round_up(elements * size_of(params.gemm.dtype), std::size_t{256});
-}
-
 /// The same product of x in 16 bits, at the start of the workspace.
 inline GroupedGemmParams of_expanded_x(const GroupedGemmParams& params) {
   GroupedGemmParams expanded = params;
@@ -106,12 +87,9 @@ inline GroupedGemmParams of_expanded_x(const GroupedGemmParams& params) {
   p.x.dtype = p.dtype;
   p.x.stride_row = p.K;
   if (p.x.scale_per_group) p.x.scale = nullptr;
-  p.workspace = static_cast<char*>(p.workspace) + expanded_bytes(params);
+  p.workspace = static_cast<char*>(p.workspace) + expanded_bytes(params.x_rows, p.K, p.dtype);
   return expanded;
 }
-
-/// Bytes of workspace that launch_sm90() takes.
-std::size_t sm90_workspace_bytes(const GroupedGemmParams& params);
 
 /// The rows of x that rows of y are made of, one after the other.
 void launch_gather(const GroupedGemmParams& params, void* to, Stream stream);
@@ -119,16 +97,7 @@ void launch_gather(const GroupedGemmParams& params, void* to, Stream stream);
 /// The same of bfloat16, times device::kInt4MaskedFactor: kColsOfSums columns, zeros behind the
 /// last one, then the sum of either half, each as three terms and 13 zeros, and 32 columns that
 /// nobody reads.
-constexpr int kColsOfSums = 256, kColsWithSums = 320;
 void launch_gather_with_sums(const GroupedGemmParams& params, void* to, Stream stream);
-
-/// Columns of a term of x, behind which lie those of the other.
-constexpr int kColsOfTerm = 128;
-
-/// Of a row of x as two terms, zeros behind the last column.
-inline std::int64_t cols_of_terms(const GroupedGemmParams& params) {
-  return std::int64_t{2} * round_up(params.gemm.K, kColsOfTerm);
-}
 
 /// Rows of bfloat16 in the order of y as two terms of e4m3, each row in a unit of its own, a power
 /// of two, which is NaN where a value is not finite.
@@ -137,19 +106,13 @@ void launch_split_rows(const GroupedGemmParams& params, void* terms, float* unit
 /// Zeros.
 void launch_clear(unsigned* to, std::int64_t count, Stream stream);
 
-/// Whether few rows of int4 meet the integer tensor cores: where runs_on_wgmma(params).
-bool is_for_digits(const GroupedGemmParams& params);
+/// Requires: the choice is Path::kDigits.
+void launch_digits(const GroupedGemmParams& params, const Choice& choice, Stream stream);
 
-/// Requires: is_for_digits(params).
-void launch_digits(const GroupedGemmParams& params, Stream stream);
+/// Requires: the choice is Path::kStrips.
+void launch_expert_strips(const GroupedGemmParams& params, const Choice& choice, Stream stream);
 
-/// Whether few rows of dense or fp8 experts meet strips: where runs_on_wgmma(params).
-bool is_for_strips(const GroupedGemmParams& params);
-
-/// Requires: is_for_strips(params).
-void launch_expert_strips(const GroupedGemmParams& params, Stream stream);
-
-/// Requires: runs_on_wgmma(params).
-void launch_sm90(const GroupedGemmParams& params, Stream stream);
+/// Hopper's kernels. Requires: the choice is not Path::kTile, x is expanded.
+void launch_sm90(const GroupedGemmParams& params, const Choice& choice, Stream stream);
 
 }  // namespace ridgeline::gemm_grouped

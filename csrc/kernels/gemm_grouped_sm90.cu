@@ -1,10 +1,10 @@
 #include <algorithm>
 
 #include "device/matrix_map.cuh"
+#include "device/properties.cuh"
 #include "kernels/gemm_grouped_sm90_consume.cuh"
 #include "kernels/gemm_grouped_sm90_maps.cuh"
 #include "kernels/gemm_grouped_sm90_produce.cuh"
-#include "kernels/gemm_grouped_sm90_rows.cuh"
 
 namespace ridgeline::gemm_grouped {
 namespace {
@@ -82,20 +82,15 @@ std::size_t table_bytes(const GroupedGemmParams& params) {
   return (Tile::kInOrder ? 3 : 2) * (params.experts + 1) * sizeof(std::int32_t);
 }
 
-/// How many rows of x a stage has and how many stages the ring: of few rows, as shared memory
-/// allows. Gives the number of blocks. H200, lab, us, one token of top 2 in 8 experts of 14336 x
-/// 4096, whose tiles have an SM each: rings of eight stages of 32 rows 76.5 (bf16) and 40.8
-/// (e4m3), of sixteen of 8 rows 58.1 and 32.3. Where two blocks share an SM eleven stages took
-/// longer than eight: 4096 x 28672, e4m3, 62.1 and 60.2.
+/// How many stages the ring has: of few rows of x, as shared memory allows. Gives the number of
+/// blocks. H200, lab, us, one token of top 2 in 8 experts of 14336 x 4096, whose tiles have an SM
+/// each: rings of eight stages of 32 rows 76.5 (bf16) and 40.8 (e4m3), of sixteen of 8 rows 58.1
+/// and 32.3. Where two blocks share an SM eleven stages took longer than eight: 4096 x 28672, e4m3,
+/// 62.1 and 60.2.
 template <class Tile>
 std::int64_t shape_ring(Launch& launch) {
   const GemmParams& p = launch.grouped.gemm;
   const int sms = device::multiprocessors();
-  launch.row_tile = Tile::kRows;
-  if (!Tile::kInOrder && p.M < Tile::kRows)
-    launch.row_tile = round_up(static_cast<int>(p.M), Tile::kSome ? 16 : 8);
-  if (Tile::kInOrder && !Tile::kSegments)
-    launch.row_tile = row_tile_for(launch.grouped, launch.columns, Tile::kRows);
   // Of g experts with rows, each has a tile for its first row; the others fill tiles of row_tile.
   const std::int64_t groups = std::min<std::int64_t>(p.M, launch.grouped.experts);
   const std::int64_t most = std::max<std::int64_t>(
@@ -117,32 +112,34 @@ std::int64_t shape_ring(Launch& launch) {
 }
 
 template <class Tile>
-void launch_tiles(const GroupedGemmParams& params, Stream stream) {
+void launch_tiles(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const GemmParams& p = params.gemm;
   Launch launch{.grouped = params,
                 .weight = weight_map<Tile>(params),
+                .ordered = choice.ordered,
                 .columns = ceil_div(p.N, Tile::kCols),
-                .steps = ceil_div(p.K, Tile::kDepth)};
+                .steps = ceil_div(p.K, Tile::kDepth),
+                .row_tile = choice.tile_rows};
   if (Tile::kSome && Tile::kExpands && !Tile::kInt4) launch.steps = round_up(launch.steps, 2);
   const void* x = p.x.data;
   std::int64_t x_rows = params.x_rows, x_stride = p.x.stride_row;
-  launch.ordered = is_ordered(params);
-  if (gathers_inside(params)) {
+  if (choice.x == RowsOfX::kMeanwhile) {
     constexpr int kElements = kVector / static_cast<int>(sizeof(typename Tile::X));
-    launch.gather = {.claims = claims_of(params),
-                     .to = static_cast<uint4*>(p.workspace),
+    auto* to = static_cast<typename Tile::X*>(p.workspace);
+    launch.gather = {.claims = reinterpret_cast<unsigned*>(to + p.M * p.K),
+                     .to = reinterpret_cast<uint4*>(to),
                      .vectors = p.K / kElements,
                      .stride = checked_int32(p.x.stride_row / kElements, "x: columns")};
     launch.gather.parts = ceil_div(launch.gather.vectors, kUnitVectors);
-    launch_clear(launch.gather.claims, claims_count(params), stream);
-  } else if (sm90_workspace_bytes(params) > 0) {
+    launch_clear(launch.gather.claims, claims_count(p.M, params.experts), stream);
+  } else if (choice.x == RowsOfX::kGathered || choice.x == RowsOfX::kWithSums) {
     (Tile::kMasked ? launch_gather_with_sums : launch_gather)(params, p.workspace, stream);
     launch.gathered = true;
   }
-  if (sm90_workspace_bytes(params) > 0) {
+  if (choice.x != RowsOfX::kInPlace && !Tile::kTerms) {
     x = p.workspace;
     x_rows = p.M;
-    x_stride = Tile::kMasked ? cols_with_sums(params) : p.K;
+    x_stride = Tile::kMasked ? cols_with_sums(p.K) : p.K;
   }
   launch.gathered |= Tile::kTerms;  // the kernel that splits rows has waited
   launch.in_order = params.rows == nullptr || x == p.workspace;
@@ -174,129 +171,119 @@ void launch_tiles(const GroupedGemmParams& params, Stream stream) {
 }
 
 template <class T, WeightFormat kFormat, int kRows, Int4As kAs, bool kBlocks = false>
-void launch_some_of(const GroupedGemmParams& params, Stream stream) {
+void launch_some_of(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   if constexpr (kFormat == WeightFormat::kInt4)
     if (is_gated(params.gemm.activation))
-      return launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, true}>>(params, stream);
-  launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, false}, kBlocks>>(params, stream);
+      return launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, true}>>(params, choice,
+                                                                             stream);
+  launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, false}, kBlocks>>(params, choice, stream);
 }
 
 /// Int4 of groups of 128 columns.
 template <class T, int kRows>
-void launch_groups(const GroupedGemmParams& params, Stream stream) {
+void launch_groups(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
+  constexpr auto kInt4 = WeightFormat::kInt4;
   if constexpr (std::is_same_v<T, __nv_bfloat16>)
-    if (has_sums(params))
-      return launch_some_of<T, WeightFormat::kInt4, kRows, Int4As::kMasked>(params, stream);
-  launch_some_of<T, WeightFormat::kInt4, kRows, Int4As::kDifferences>(params, stream);
+    if (choice.as == Int4As::kMasked)
+      return launch_some_of<T, kInt4, kRows, Int4As::kMasked>(params, choice, stream);
+  launch_some_of<T, kInt4, kRows, Int4As::kDifferences>(params, choice, stream);
 }
 
-/// Tiles of as many rows as nearly all experts have, where rows are dealt at random. A kernel each:
-/// where one had several loops ptxas had no registers for wgmma that run while others are prepared.
+/// A kernel each: where one had several loops ptxas had no registers for wgmma that run while
+/// others are prepared.
 template <class T, WeightFormat kFormat, bool kBlocks>
-void launch_some(const GroupedGemmParams& params, Stream stream) {
-  const float most = most_rows(params);
+void launch_some(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
+  using enum Int4As;
+  const int rows = choice.most_rows;
   if constexpr (kFormat == WeightFormat::kInt4) {
-    const bool whole = has_whole_groups(params);
-    if (most <= 16 && whole) return launch_groups<T, 16>(params, stream);
-    if (most <= 24 && whole) return launch_groups<T, 24>(params, stream);
-    if (most <= 32 && whole) return launch_groups<T, 32>(params, stream);
-    if (most <= 32) return launch_some_of<T, kFormat, 32, Int4As::kAny>(params, stream);
-    if (!whole || params.gemm.weight.zeros)
-      return launch_some_of<T, kFormat, 64, Int4As::kAny>(params, stream);
+    if (choice.as == kAny)
+      return rows == 32 ? launch_some_of<T, kFormat, 32, kAny>(params, choice, stream)
+                        : launch_some_of<T, kFormat, 64, kAny>(params, choice, stream);
+    if (rows == 16) return launch_groups<T, 16>(params, choice, stream);
+    if (rows == 24) return launch_groups<T, 24>(params, choice, stream);
+    if (rows == 32) return launch_groups<T, 32>(params, choice, stream);
+    if (rows == 48) return launch_some_of<T, kFormat, 48, kScaled>(params, choice, stream);
   }
-  if constexpr (kFormat == WeightFormat::kInt4)  // 144 tokens of 14336 x 4096: 119 us, by 64 113
-    if (most <= 46) return launch_some_of<T, kFormat, 48, Int4As::kScaled>(params, stream);
-  if (most <= 64) return launch_some_of<T, kFormat, 64, Int4As::kScaled, kBlocks>(params, stream);
-  launch_some_of<T, kFormat, 80, Int4As::kScaled, kBlocks>(params, stream);
+  if (rows == 64) return launch_some_of<T, kFormat, 64, kScaled, kBlocks>(params, choice, stream);
+  launch_some_of<T, kFormat, 80, kScaled, kBlocks>(params, choice, stream);
 }
 
 template <class T, class X, WeightFormat kFormat, bool kBlocks = false>
-void launch_x(const GroupedGemmParams& params, Stream stream) {
-  if constexpr (kFormat == WeightFormat::kDense)
-    if (params.segments > 1) return launch_tiles<Tile<T, X, kFormat, 2, 192>>(params, stream);
-  if (is_for_digits(params)) return launch_digits(params, stream);
-  if (is_for_strips(params)) return launch_expert_strips(params, stream);
+void launch_x(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   if constexpr (expands<X>(kFormat))
-    if (has_some_rows(params)) return launch_some<T, kFormat, kBlocks>(params, stream);
+    if (choice.path == Path::kSome)
+      return launch_some<T, kFormat, kBlocks>(params, choice, stream);
   if constexpr (kFormat != WeightFormat::kInt4)
-    if (has_few_rows(params))
-      return launch_tiles<
-          Tile<T, X, kFormat, expands<X>(kFormat) ? 2 : 1, 32, Int4Way{}, kBlocks>>(params, stream);
+    if (choice.path == Path::kFew) {
+      constexpr int kGroups = few_cols(kFormat, sizeof(X) == 1) / kWarpgroupRows;
+      return launch_tiles<Tile<T, X, kFormat, kGroups, 32, Int4Way{}, kBlocks>>(params, choice,
+                                                                                stream);
+    }
+  if constexpr (kFormat == WeightFormat::kDense)
+    if (choice.most_rows == kSegmentRows)
+      return launch_tiles<Tile<T, X, kFormat, 2, kSegmentRows>>(params, choice, stream);
   if constexpr (sizeof(X) == 1)
-    if (has_tall_tiles(params))
-      return launch_tiles<Tile<T, X, kFormat, 2, kTallRows>>(params, stream);
-  launch_tiles<Tile<T, X, kFormat, 2, kManyRows, Int4Way{}, kBlocks>>(params, stream);
+    if (choice.most_rows == kTallRows)
+      return launch_tiles<Tile<T, X, kFormat, 2, kTallRows>>(params, choice, stream);
+  launch_tiles<Tile<T, X, kFormat, 2, kManyRows, Int4Way{}, kBlocks>>(params, choice, stream);
 }
 
-/// fp8 by some rows of x in terms, which have no tiles of 80 rows: of 256 tokens of top 2 in 8
-/// experts of 14336 x 4096 one expert has 84, and twice the tiles are two waves (H200, lab, us, 234
-/// and, of 88 rows, 148).
 template <bool kBlocks>
-void launch_terms(const GroupedGemmParams& params, Stream stream) {
-  const float most = most_rows(params);
+void launch_terms(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const auto launch = [&](auto rows) {
     launch_tiles<Tile<__nv_bfloat16, std::uint8_t, WeightFormat::kFp8, 4, decltype(rows)::value,
-                      Int4Way{}, kBlocks>>(params, stream);
+                      Int4Way{}, kBlocks>>(params, choice, stream);
   };
-  if (most <= 32) return launch(std::integral_constant<int, 32>{});
-  if (most <= 48) return launch(std::integral_constant<int, 48>{});
-  if (most <= 64) return launch(std::integral_constant<int, 64>{});
-  launch(std::integral_constant<int, 88>{});
+  switch (choice.most_rows) {
+    case 32: return launch(std::integral_constant<int, 32>{});
+    case 48: return launch(std::integral_constant<int, 48>{});
+    case 64: return launch(std::integral_constant<int, 64>{});
+    default: launch(std::integral_constant<int, 88>{});
+  }
+}
+
+/// x in terms, which a kernel ahead leaves at the start of the workspace; behind them are their
+/// units.
+void split_and_launch_terms(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
+  const GemmParams& p = params.gemm;
+  auto* units = reinterpret_cast<float*>(static_cast<char*>(p.workspace) + terms_bytes(p.M, p.K));
+  launch_split_rows(params, p.workspace, units, stream);
+  GroupedGemmParams terms = params;
+  GemmInput& x = terms.gemm.x;
+  x.data = p.workspace;
+  x.dtype = DType::kFloat8E4M3;
+  x.stride_row = cols_of_terms(p.K);
+  x.scale = units;
+  x.scale_per_row = true;
+  terms.rows = nullptr;
+  terms.x_rows = p.M;
+  p.weight.scale_layout == ScaleLayout::kBlock ? launch_terms<true>(terms, choice, stream)
+                                               : launch_terms<false>(terms, choice, stream);
 }
 
 template <class T>
-void launch_format(const GroupedGemmParams& params, Stream stream) {
+void launch_format(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const bool fp8_x = params.gemm.x.dtype == DType::kFloat8E4M3;
   switch (params.gemm.weight.format) {
-    case WeightFormat::kDense: return launch_x<T, T, WeightFormat::kDense>(params, stream);
-    case WeightFormat::kInt4: return launch_x<T, T, WeightFormat::kInt4>(params, stream);
+    case WeightFormat::kDense: return launch_x<T, T, WeightFormat::kDense>(params, choice, stream);
+    case WeightFormat::kInt4: return launch_x<T, T, WeightFormat::kInt4>(params, choice, stream);
     case WeightFormat::kFp8:
-      if (fp8_x) return launch_x<T, std::uint8_t, WeightFormat::kFp8>(params, stream);
+      if (fp8_x) return launch_x<T, std::uint8_t, WeightFormat::kFp8>(params, choice, stream);
       if (params.gemm.weight.scale_layout == ScaleLayout::kBlock)
-        return launch_x<T, T, WeightFormat::kFp8, true>(params, stream);
-      return launch_x<T, T, WeightFormat::kFp8>(params, stream);
+        return launch_x<T, T, WeightFormat::kFp8, true>(params, choice, stream);
+      return launch_x<T, T, WeightFormat::kFp8>(params, choice, stream);
     case WeightFormat::kInt8: break;  // no op has experts of it
   }
 }
 
-bool is_aligned(const void* data) { return reinterpret_cast<std::uintptr_t>(data) % 16 == 0; }
-
 }  // namespace
 
-bool runs_on_wgmma(const GroupedGemmParams& params) {
-  const GemmParams& p = params.gemm;
-  const bool int4 = p.weight.format == WeightFormat::kInt4;
-  const auto x_bytes = static_cast<std::int64_t>(size_of(p.x.dtype));
-  const std::int64_t row_bytes =
-      int4 ? 16 : p.weight.stride_row * (p.weight.format == WeightFormat::kFp8 ? 1 : 2);
-  const bool fused = p.activation == Activation::kNone || p.activation == Activation::kSiluMul;
-  return device::runs_sm90a() && fused && p.dtype != DType::kFloat32 && p.K > 0 &&
-         params.experts > 0 && params.x_rows > 0 && p.N % (int4 ? 32 : 16) == 0 &&
-         !(int4 && p.x.dtype == DType::kFloat8E4M3) && p.K * x_bytes % 16 == 0 &&
-         p.x.stride_row * x_bytes % 16 == 0 && (params.x_rows <= 1 || p.x.stride_row > 0) &&
-         row_bytes % 16 == 0 &&
-         params.stride_expert % 16 == 0 && is_aligned(p.x.data) && is_aligned(p.weight.data) &&
-         (!int4 || (is_aligned(p.weight.scales) && is_aligned(p.weight.zeros)));
-}
-
-std::size_t sm90_workspace_bytes(const GroupedGemmParams& params) {
-  if (has_terms(params)) return terms_bytes(params) + params.gemm.M * sizeof(float);
-  if (params.rows == nullptr || has_few_rows(params) || is_for_digits(params)) return 0;
-  const std::int64_t counts = gathers_inside(params) ? claims_count(params) * 4 : 0;
-  return static_cast<std::size_t>(gathered_bytes(params) + counts);
-}
-
-void launch_sm90(const GroupedGemmParams& params, Stream stream) {
-  if (has_terms(params)) {
-    const GroupedGemmParams terms = of_terms(params);
-    launch_split_rows(params, params.gemm.workspace, const_cast<float*>(terms.gemm.x.scale),
-                      stream);
-    return params.gemm.weight.scale_layout == ScaleLayout::kBlock
-               ? launch_terms<true>(terms, stream)
-               : launch_terms<false>(terms, stream);
-  }
+void launch_sm90(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
+  if (choice.path == Path::kDigits) return launch_digits(params, choice, stream);
+  if (choice.path == Path::kStrips) return launch_expert_strips(params, choice, stream);
+  if (choice.path == Path::kTerms) return split_and_launch_terms(params, choice, stream);
   device::dispatch_half(params.gemm.dtype, [&](auto type) {
-    launch_format<typename decltype(type)::type>(params, stream);
+    launch_format<typename decltype(type)::type>(params, choice, stream);
   });
 }
 

@@ -20,21 +20,12 @@ constexpr int kStepBytes = 32;  // of x
 constexpr int kVector = 16;                      // bytes of one copy of x
 constexpr int kVectors = kRowBytes / kVector;    // of a row of x in a stage
 constexpr int kBoxesWithSums = 5;  // of 64 columns: 256 of x, and the sums of both halves
-constexpr int kPieceRows = 64;  // rows of x that tiles of many multiply whole
-constexpr int kManyRows = 256;  // of x, of a tile of many
-constexpr int kTallRows = 272;  // of taller ones, of e4m3 by e4m3
 constexpr int kBoxLines = 32;   // of kOutColumns of their y, which go to it at a time
 
-/// Whether wgmma meets the weight as 16-bit floats that it is not.
 template <class X>
 constexpr bool expands(WeightFormat format) {
-  return format != WeightFormat::kDense && sizeof(X) != 1;
+  return expands(format, sizeof(X) == 1);
 }
-
-/// What int4 is multiplied as: differences to the zero point, whose sums are scaled; nibbles, whose
-/// sums are scaled, too, and whose zero points meet sums of x; or scaled weights, of one scale a
-/// stage and without zero points, or of any.
-enum class Int4As { kDifferences, kMasked, kScaled, kAny };
 
 /// How int4 meets some rows of x.
 struct Int4Way {
@@ -109,7 +100,7 @@ struct Tile {
   static constexpr int kThreads = kMultipliers + kProducers;
   static constexpr int kBlocksPerSm = kRows <= 32 && !kSome ? 2 : 1;
   // Twice the sums are kept: of a segment of K, and of those before it.
-  static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == 192;
+  static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == kSegmentRows;
   // A thread's, of producers and of consumers, where there are several warpgroups of those.
   static constexpr int kFewRegisters = kSome ? 32 : kBlocksPerSm == 2 ? 48 : 40;
   static constexpr int kManyRegisters = kSome ? 112 : kBlocksPerSm == 2 ? 96 : 232;

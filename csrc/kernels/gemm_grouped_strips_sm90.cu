@@ -163,106 +163,53 @@ CUtensorMap strips_map(const GroupedGemmParams& params) {
   return map;
 }
 
-constexpr int kMostBytes = 227 * 1024;
-
 /// Bytes of 16-bit weights that few rows touch, up to which rings of two stages are faster.
 /// H200, lab, us, one token, of four and of two: bf16 768 x 2048 10.7 and 9.9, but of 4096 x 28672
 /// 107.4 and 108.2; fp8 2048 x 1536 12.0 and 10.9, 768 x 2048 8.8 and 7.8.
 constexpr std::int64_t kFewBytes = std::int64_t{40} << 20;
 
-struct Sizes {
-  StripLaunch launch;
-  int pitch, stages;
-  std::int64_t bytes;
-};
-
-/// As many rows of x as a strip meets at a time, or as fit.
-Sizes sizes_of(const GroupedGemmParams& params) {
+int stages_of(const GroupedGemmParams& params, const Choice& choice) {
   const GemmParams& p = params.gemm;
-  const bool fp8 = p.weight.format == WeightFormat::kFp8;
-  const bool units = fp8 && p.x.dtype != DType::kFloat8E4M3;
-  const int paired = is_gated(p.activation) ? 2 : 1, blocks = device::multiprocessors();
-  StripLaunch launch{.grouped = params,
-                     .items = p.N / kStripRows / paired,
-                     .paired = paired,
-                     .chunks = ceil_div(p.K, fp8 ? kChunkCols<WeightFormat::kFp8>
-                                                 : kChunkCols<WeightFormat::kDense>),
-                     .by_blocks = device::Divisor::of(blocks),
-                     .by_items = device::Divisor::of(p.N / kStripRows / paired)};
-  launch.by_chunks = device::Divisor::of(launch.chunks);
-  launch.all_wait = all_wait(launch.chunks, paired);
-  // Rows of x start in different banks: 16 bytes apart for ldmatrix, 32 for two words a thread.
-  const int pitch = round_up(p.K, kPieceCols) * 2 + (fp8 ? 32 : 16);
-  const auto fixed = [&](int rows) {
-    launch.row_tile = rows;
-    launch.listed = most_listed(params, rows, blocks);
-    return std::int64_t{sizeof(GroupedStripsShared)} + bytes_of_sums(launch) +
-           std::int64_t{rows} * (pitch + (units ? launch.chunks * 4 : 0)) +
-           bytes_of_lists(launch, kStripWarps);
-  };
-  constexpr int kStageBytes = kWarps * kChunkBytes;
-  int rows = static_cast<int>(std::min<std::int64_t>(p.M, kTokens));
-  while (rows > 1 && fixed(rows) + kFewStages * kStageBytes > kMostBytes) --rows;
-  const std::int64_t others = fixed(rows);
   const std::int64_t touched = std::min<std::int64_t>(p.M, params.experts) * params.stride_expert;
-  const std::int64_t most = fp8 || touched <= kFewBytes ? kFewStages : kRingStages;
-  const auto stages = static_cast<int>(std::min(most, (kMostBytes - others) / kStageBytes));
-  return {launch, pitch, stages, others + std::int64_t{stages} * kStageBytes};
+  const bool few = p.weight.format == WeightFormat::kFp8 || touched <= kFewBytes;
+  return std::min(few ? kFewStages : kRingStages,
+                  (kMostBytes - choice.shared_bytes) / kStripsStageBytes);
 }
 
 template <class T, class E, WeightFormat kFormat, bool kFp8X, bool kBlocks = false>
-void launch(const GroupedGemmParams& params, Stream stream) {
-  const Sizes sizes = sizes_of(params);
-  const int pieces = ceil_div(params.gemm.K, kPieceCols);
-  const GroupedStripsParams launched{.launch = sizes.launch,
-                                     .weight = strips_map<kFormat>(params),
-                                     .pitch = sizes.pitch,
-                                     .pieces = pieces,
-                                     .stages = sizes.stages,
-                                     .by_pieces = device::Divisor::of(pieces)};
+void launch(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
+  const GemmParams& p = params.gemm;
+  const int pieces = ceil_div(p.K, kPieceCols), stages = stages_of(params, choice);
+  const GroupedStripsParams launched{
+      .launch = strip_launch(params, choice, kChunkCols<kFormat>),
+      .weight = strips_map<kFormat>(params),
+      .pitch = strips_pitch(p.K, kFormat),
+      .pieces = pieces,
+      .stages = stages,
+      .by_pieces = device::Divisor::of(pieces)};
   constexpr auto kKernel = grouped_strips_kernel<T, E, kFormat, kFp8X, kBlocks>;
   device::launch_chained<kKernel>(dim3(device::multiprocessors()), dim3(kStripThreads),
-                                  sizes.bytes, stream, launched, "grouped_linear: strips");
+                                  choice.shared_bytes + stages * kStripsStageBytes, stream,
+                                  launched, "grouped_linear: strips");
 }
 
 template <class T>
-void launch_strips_of(const GroupedGemmParams& params, Stream stream) {
+void launch_strips_of(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const GemmParams& p = params.gemm;
   if (p.weight.format == WeightFormat::kDense)
-    return launch<T, T, WeightFormat::kDense, false>(params, stream);
+    return launch<T, T, WeightFormat::kDense, false>(params, choice, stream);
   if (p.x.dtype == DType::kFloat8E4M3)
-    return launch<T, __half, WeightFormat::kFp8, true>(params, stream);
+    return launch<T, __half, WeightFormat::kFp8, true>(params, choice, stream);
   if (p.weight.scale_layout == ScaleLayout::kBlock)
-    return launch<T, __half, WeightFormat::kFp8, false, true>(params, stream);
-  launch<T, __half, WeightFormat::kFp8, false>(params, stream);
-}
-
-/// Rows an expert in the mean, at most: three fewer than a strip meets at a time, for the weights
-/// of an expert that has more go by twice. H200, lab, by turns, us, by tiles and so: 80 and 96
-/// tokens of 8 of 128 experts of 768 x 2048 fp8 by bf16 60.9 61.2 and 59.5 66.8, bf16 97.1 99.0
-/// and 96.5 112; 12 and 16 of 2 of 8 experts of 14336 x 4096, of which five rows fit, 118 120 and
-/// 111 138. Fp8 by fp8 needs no expansion: 32 and 48 tokens of 768 x 2048 45.1 51.3 and 43.6 52.6.
-int most_mean_rows(GroupedGemmParams params) {
-  constexpr int kFewest = 2;
-  if (params.gemm.x.dtype == DType::kFloat8E4M3) return kFewest;
-  params.gemm.M = std::max<std::int64_t>(params.gemm.M, kTokens);
-  return std::max(sizes_of(params).launch.row_tile - 3, kFewest);
+    return launch<T, __half, WeightFormat::kFp8, false, true>(params, choice, stream);
+  launch<T, __half, WeightFormat::kFp8, false>(params, choice, stream);
 }
 
 }  // namespace
 
-bool is_for_strips(const GroupedGemmParams& params) {
-  const GemmParams& p = params.gemm;
-  return p.weight.format != WeightFormat::kInt4 && !p.batch_invariant &&
-         params.offsets != nullptr && p.residual == nullptr &&
-         p.M <= std::int64_t{most_mean_rows(params)} * params.experts &&
-         p.N % (is_gated(p.activation) ? 2 * kStripRows : kStripRows) == 0 &&
-         sizes_of(params).stages >= kFewStages;
-}
-
-void launch_expert_strips(const GroupedGemmParams& params, Stream stream) {
+void launch_expert_strips(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   device::dispatch_half(params.gemm.dtype, [&](auto type) {
-    launch_strips_of<typename decltype(type)::type>(params, stream);
+    launch_strips_of<typename decltype(type)::type>(params, choice, stream);
   });
 }
 

@@ -11,9 +11,7 @@ namespace ridgeline::gemm_grouped {
 
 // ---- Constants ----------------------------------------------------------------------------------
 
-constexpr int kRingStages = 4;   // of a warp, at most; of few bytes ...
-constexpr int kFewStages = 2;    // ... so many: fp8 768 x 2048, one token, 6.7 us, with three 7.2
-constexpr int kPieceCols = 256;  // of a row of x that a warp stages at a time, 8 a lane
+constexpr int kRingStages = 4;  // of a warp, at most
 
 struct GroupedStripsParams {
   StripLaunch launch;
@@ -32,6 +30,10 @@ struct alignas(128) GroupedStripsShared {
   std::uint64_t free[kWarps][kRingStages];  // it is multiplied
   SumBarriers sums;
 };
+static_assert(sizeof(GroupedStripsShared) == kStripsFixedBytes);
+static_assert(kTokens == kStripTokens && kWarps * kChunkBytes == kStripsStageBytes);
+static_assert(kChunkCols<WeightFormat::kFp8> == strips_chunk_cols(WeightFormat::kFp8));
+static_assert(kChunkCols<WeightFormat::kDense> == strips_chunk_cols(WeightFormat::kDense));
 
 // ---- Phases -------------------------------------------------------------------------------------
 

@@ -9,11 +9,10 @@ namespace ridgeline::gemm_grouped {
 
 using namespace gemm_strips;
 
-constexpr int kFinishers = 4;   // warps that add up sums, each those of an item by turns
-constexpr int kRequesters = 4;  // warps that ask for weights, each for every kRequesters-th ring
-constexpr int kHeld = 4;        // times 32 experts that a walk has in registers
+constexpr int kHeld = 4;  // times 32 experts that a walk has in registers
 constexpr int kStripWarps = kWarps + kFinishers + kRequesters;
 constexpr int kStripThreads = kStripWarps * device::kWarpSize;
+static_assert(kRings == kWarps, "each warp that multiplies has one");
 
 struct StripLaunch {
   GroupedGemmParams grouped;
@@ -30,18 +29,7 @@ struct StripLaunch {
 struct RowTile {
   std::int32_t expert, first, count;
 };
-
-/// Of so many warps.
-inline int bytes_of_lists(const StripLaunch& launch, int warps) {
-  return warps * launch.listed * static_cast<int>(sizeof(RowTile));
-}
-
-/// How many row tiles a block may come to, of so many blocks.
-inline int most_listed(const GroupedGemmParams& params, int row_tile, int blocks) {
-  // Of g experts with rows, each has a tile for its first row; the others fill tiles of row_tile.
-  const std::int64_t rows = params.gemm.M, groups = std::min<std::int64_t>(rows, params.experts);
-  return static_cast<int>((groups + (rows - groups) / row_tile) / blocks) + 3;
-}
+static_assert(sizeof(RowTile) == kRowTileBytes);
 
 // ---- Work ---------------------------------------------------------------------------------------
 

@@ -1,4 +1,5 @@
 #pragma once
+#include "device/properties.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "kernels/gemm_grouped_walk.cuh"
 
@@ -99,8 +100,23 @@ inline bool all_wait(int chunks, int paired) {
   return chunks < kWarps && (kWarps % chunks != 0 || kWarps / chunks > kFinishers * paired);
 }
 
-inline int bytes_of_sums(const StripLaunch& launch) {
-  return kFinishers * launch.paired * kWarps * kStripRows * launch.row_tile * 4;
+/// A block an SM; a warp takes so many columns of a strip at a time.
+inline StripLaunch strip_launch(const GroupedGemmParams& params, const Choice& choice,
+                                int chunk_cols) {
+  const GemmParams& p = params.gemm;
+  const int paired = is_gated(p.activation) ? 2 : 1, items = p.N / kStripRows / paired;
+  const int chunks = ceil_div(p.K, chunk_cols), blocks = device::multiprocessors();
+  return {.grouped = params,
+          .row_tile = choice.tile_rows,
+          .items = items,
+          .paired = paired,
+          .chunks = chunks,
+          .listed = static_cast<std::int32_t>(
+              most_listed(p.M, params.experts, choice.tile_rows, blocks)),
+          .all_wait = all_wait(chunks, paired),
+          .by_blocks = device::Divisor::of(blocks),
+          .by_items = device::Divisor::of(items),
+          .by_chunks = device::Divisor::of(chunks)};
 }
 
 /// Sums in shared memory: [item % kFinishers][strip of the item][warp][row of x][weight row]. Those

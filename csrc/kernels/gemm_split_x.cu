@@ -182,7 +182,7 @@ void launch_split_rows(const GroupedGemmParams& params, void* terms, float* unit
                                 .row_of = {params},
                                 .cols = p.K,
                                 .terms = static_cast<std::uint8_t*>(terms),
-                                .stride_terms = cols_of_terms(params),
+                                .stride_terms = cols_of_terms(p.K),
                                 .second_term = kColsOfTerm,
                                 .gap = kColsOfTerm,
                                 .units = units},

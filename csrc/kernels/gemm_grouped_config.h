@@ -1,0 +1,274 @@
+#pragma once
+#include <algorithm>
+#include <cmath>
+
+#include "common/math.h"
+#include "kernels/gemm_grouped_shape.h"
+#include "kernels/gemm_grouped_strips_config.h"
+
+/// Which kernel multiplies the rows of experts, by which tiles, and what a kernel ahead does to x:
+/// pure functions of the shape.
+namespace ridgeline::gemm_grouped {
+
+constexpr int kOrderedRows = 256;  // an expert in the mean: of fewer the order takes what it saves
+
+/// Weight rows, at most, where gathered rows are put in order by the kernel that multiplies them.
+/// Of more a kernel ahead takes 1% of the time.
+constexpr int kMostGatheringRows = 8192;
+
+/// Up to so many rows an expert tiles are of 32 rows by 64 weight rows, or by 128 of fp8 that is
+/// expanded: four warps a scheduler hide some of that. H200, us, one token of top 2 in 8 experts of
+/// 4096 x 28672: fp8 84 and 68; 32 tokens of top 8 in 128 of 2048 x 1536: 114 and 93.
+constexpr std::int64_t kFewRows = 20;
+
+/// Up to so many, weights that are expanded are multiplied by four warpgroups, a tile of 256 weight
+/// rows, which ask for x once: H200, us, by tiles of many and so, int4 of 4096 x 28672, top 2 of 8
+/// experts, 128, 256 and 384 tokens 419 and 225, 471 and 292, 536 and 544. Tiles of 128 weight
+/// rows, two blocks an SM: 258 and, of 64 rows of x, 424.
+constexpr std::int64_t kMostSomeRows = 80;
+
+/// Rows an expert that may be split into terms.
+constexpr std::int64_t kFewestTermRows = 4, kMostTermRows = 160;
+
+/// Whether Hopper's kernels multiply these shapes. No function of the rows: a row's bits do not
+/// depend on their number.
+constexpr bool runs_on_wgmma(const Shape& shape) {
+  const bool int4 = shape.format == WeightFormat::kInt4;
+  const bool fused =
+      shape.activation == Activation::kNone || shape.activation == Activation::kSiluMul;
+  return shape.sm90a && fused && shape.dtype != DType::kFloat32 && shape.K > 0 &&
+         shape.experts > 0 && shape.x_rows > 0 && shape.N % (int4 ? 32 : 16) == 0 &&
+         !(int4 && shape.x_dtype == DType::kFloat8E4M3) &&
+         shape.K * static_cast<std::int64_t>(size_of(shape.x_dtype)) % 16 == 0 &&
+         shape.x_aligned && shape.weight_aligned;
+}
+
+/// Whether e4m3 rows of x become 16 bits first: no kernel for experts multiplies sums of 128
+/// columns by scales of both.
+constexpr bool expands_x(const Shape& shape) {
+  return shape.x_dtype == DType::kFloat8E4M3 &&
+         (shape.scale_layout == ScaleLayout::kBlock || !runs_on_wgmma(shape));
+}
+
+constexpr bool has_few_rows(const Shape& shape) {
+  return shape.format != WeightFormat::kInt4 && shape.segments == 1 &&
+         mean_rows(shape) <= kFewRows;
+}
+
+/// Whether tiles are of some rows. Those of int4 are multiplied in another order than many.
+constexpr bool has_some_rows(const Shape& shape) {
+  const std::int64_t mean = mean_rows(shape);
+  if (mean > kMostSomeRows) return false;
+  if (shape.format == WeightFormat::kInt4) return !shape.batch_invariant;
+  return expands(shape.format, shape.x_dtype == DType::kFloat8E4M3) && mean > kFewRows;
+}
+
+/// Rows of nearly all experts, where they are dealt at random.
+inline float rows_of_nearly_all(const Shape& shape) {
+  const auto mean = static_cast<float>(mean_rows(shape));
+  return std::min(mean + 2 * std::sqrt(mean), static_cast<float>(shape.M));
+}
+
+/// Whether int4's groups are whole halves of 256 columns.
+constexpr bool has_whole_groups(const Shape& shape) {
+  return shape.group % (kColsOfSums / 2) == 0 || shape.group >= shape.K;
+}
+
+/// Whether the kernel that puts rows of x in order leaves sums of their columns, too, for int4 by
+/// tiles of up to 32 rows to be multiplied as nibbles. H200, lab, by turns, us, as differences and
+/// so, 16, 64 and 256 tokens of top 8 in 128 experts of 2048 x 1536 44.8, 63.5, 72.4 and 41.7,
+/// 59.8, 70.2. Not of fewer rows than experts, as one token's: an infinity of x makes its row NaN
+/// so, which differences do not.
+constexpr bool has_sums(const Shape& shape) {
+  return shape.x_dtype == DType::kBFloat16 && shape.gathers && !shape.has_zeros &&
+         mean_rows(shape) > 0;
+}
+
+/// Whether fp8 meets rows of bfloat16 as two terms of e4m3, which costs the tensor cores as much as
+/// expanded weights, and the warps next to nothing. A row's bits are others so. An infinity of x
+/// makes its row NaN. H200, lab, by turns, us, expanded and so, scales of rows; of blocks: 256
+/// tokens of top 2 in 8 experts of 4096 x 28672 379, 275; 438, 322; 64 of them 263, 228; 386, 279;
+/// 640 of them 597, 574; 711, 664; 1024 tokens of top 8 in 128 of 2048 x 1536 161, 149; 186, 157.
+/// But of 768 x 2048 768 and 2048 tokens 71, 76 and 138, 149, where as many of blocks are faster.
+constexpr bool has_terms(const Shape& shape) {
+  const std::int64_t mean = mean_rows(shape);
+  return shape.format == WeightFormat::kFp8 && shape.x_dtype == DType::kBFloat16 &&
+         !shape.batch_invariant && mean >= kFewestTermRows && mean <= kMostTermRows;
+}
+
+constexpr bool is_ordered(const Shape& shape) {
+  return shape.experts > 1 && mean_rows(shape) >= kOrderedRows;
+}
+
+/// H200, lab, by turns, us of a kernel ahead and so, 8192 tokens of top 8 in 128 experts of 2048 x
+/// 1536: fp8 by fp8 466 and 439, bf16 822 and 763, int4 810 and 756; 4096 tokens 274 and 265, 505
+/// and 481, 516 and 502; but 1024 123 and 133.
+constexpr bool gathers_inside(const Shape& shape) {
+  return shape.gathers && is_ordered(shape) && shape.N <= kMostGatheringRows;
+}
+
+/// Whether many experts have a tile less of e4m3 by e4m3 if tiles are a little taller: those of
+/// somewhat more rows than whole tiles. Beside rows that are put in order there is no room for it.
+/// H200, lab, by turns, us, rows in order: 4096 and 8192 tokens of top 8 in 128 experts of 768 x
+/// 2048 164 and 145, 267 and 261, 8192 of 2048 x 1536 438 and 422; but 6000 of the former, which
+/// spares no tile, 197 and 202.
+inline bool has_tall_tiles(const Shape& shape) {
+  const auto mean = static_cast<float>(mean_rows(shape));
+  const int rows = static_cast<int>(mean + std::sqrt(mean));
+  return shape.x_dtype == DType::kFloat8E4M3 && shape.experts > 1 && mean >= kManyRows &&
+         !gathers_inside(shape) && ceil_div(rows, kTallRows) < ceil_div(rows, kManyRows);
+}
+
+/// Rows of x that a tile has, at most, of the kernel for many: twice as many as experts have in the
+/// mean, for some have more; fewer leave room for more stages. Where experts have one or two tiles
+/// of 256 rows, and SMs few tiles, those of 192 are alike in size. `most`: those of tiles that have
+/// as many as there are.
+constexpr int row_tile_for(const Shape& shape, int columns, int most) {
+  const std::int64_t mean = mean_rows(shape);
+  const auto rows = static_cast<int>(std::clamp<std::int64_t>(mean, 1, kManyRows));
+  if (shape.experts == 1) return round_up(rows, kPieceRows);  // it has them all
+  const bool few_tiles = columns * shape.experts < 4 * shape.sms;
+  if (few_tiles && mean < 2 * kManyRows) most = 192;
+  return 2 * rows < kManyRows ? std::min(round_up(2 * rows, kPieceRows), most) : most;
+}
+
+/// Tiles by mma.sync, of about as many rows as experts have; few rows take narrow blocks, which
+/// spread a weight over more SMs: one token of top 8 in 128 experts of 2048 x 1536 took 30.2 us in
+/// blocks of 128 weight rows, 23.6 in blocks of 64 (H200). Quantised weights have one tile.
+constexpr Choice tiles_of_any(const Shape& shape) {
+  const std::int64_t mean = mean_rows(shape);
+  const bool dense = shape.format == WeightFormat::kDense;
+  const int rows = !dense ? 64 : mean <= 32 ? 32 : mean <= 64 ? 64 : 128;
+  return {.path = Path::kTile,
+          .most_rows = rows,
+          .tile_rows = rows,
+          .tile_cols = dense && mean <= 32 ? 64 : 128};
+}
+
+/// Tiles of `most` rows, or of as many as there are, in whole vectors of `together`.
+constexpr Choice tiles_of(const Shape& shape, Path path, int most, int together, int cols) {
+  const auto rows = static_cast<int>(std::min<std::int64_t>(shape.M, most));
+  return {.path = path,
+          .most_rows = most,
+          .tile_rows = rows < most ? round_up(rows, together) : most,
+          .tile_cols = cols};
+}
+
+/// Tiles of as many rows as nearly all experts have, where rows are dealt at random.
+inline Choice tiles_of_some(const Shape& shape) {
+  const float most = rows_of_nearly_all(shape);
+  const bool int4 = shape.format == WeightFormat::kInt4, whole = int4 && has_whole_groups(shape);
+  int rows = most <= 64 ? 64 : 80;
+  std::optional<Int4As> as;
+  if (whole && most <= 32) {
+    rows = most <= 16 ? 16 : most <= 24 ? 24 : 32;
+    as = has_sums(shape) ? Int4As::kMasked : Int4As::kDifferences;
+  } else if (int4 && (!whole || shape.has_zeros)) {
+    rows = most <= 32 ? 32 : 64;
+    as = Int4As::kAny;
+  } else if (int4) {
+    if (most <= 46) rows = 48;  // 144 tokens of 14336 x 4096: 119 us, by 64 113
+    as = Int4As::kScaled;
+  }
+  Choice choice = tiles_of(shape, Path::kSome, rows, 16, 256);
+  choice.as = as;
+  if (shape.gathers)
+    choice.x = as == Int4As::kMasked ? RowsOfX::kWithSums : RowsOfX::kGathered;
+  return choice;
+}
+
+/// fp8 by some rows of x in terms, which have no tiles of 80 rows: of 256 tokens of top 2 in 8
+/// experts of 14336 x 4096 one expert has 84, and twice the tiles are two waves (H200, lab, us, 234
+/// and, of 88 rows, 148).
+inline Choice tiles_of_terms(const Shape& shape) {
+  const float most = rows_of_nearly_all(shape);
+  const int rows = most <= 32 ? 32 : most <= 48 ? 48 : most <= 64 ? 64 : 88;
+  Choice choice = tiles_of(shape, Path::kTerms, rows, 16, 256);
+  choice.x = RowsOfX::kInTerms;
+  return choice;
+}
+
+inline Choice tiles_of_many(const Shape& shape) {
+  constexpr int kCols = 128;
+  const bool cut = shape.segments > 1;
+  const int most = cut ? kSegmentRows : has_tall_tiles(shape) ? kTallRows : kManyRows;
+  return {.path = Path::kMany,
+          .x = gathers_inside(shape) ? RowsOfX::kMeanwhile
+               : shape.gathers       ? RowsOfX::kGathered
+                                     : RowsOfX::kInPlace,
+          .most_rows = most,
+          .tile_rows = cut ? most : row_tile_for(shape, ceil_div(shape.N, kCols), most),
+          .tile_cols = kCols,
+          .ordered = is_ordered(shape)};
+}
+
+/// Requires: a row of y at least, and not more than 1023 experts.
+inline Choice choose(const Shape& of) {
+  Shape shape = of;
+  const bool expands_first = expands_x(shape);
+  if (expands_first) {
+    shape.x_dtype = shape.dtype;
+    shape.x_aligned = true;
+  }
+  const bool byte_x = shape.x_dtype == DType::kFloat8E4M3;
+  Choice choice =
+      !runs_on_wgmma(shape)  ? tiles_of_any(shape)
+      : is_for_digits(shape) ? digits_of(shape)
+      : is_for_strips(shape) ? strips_of(shape)
+      : has_terms(shape)     ? tiles_of_terms(shape)
+      : has_some_rows(shape) ? tiles_of_some(shape)
+      : has_few_rows(shape)
+          ? tiles_of(shape, Path::kFew, 32, 8, few_cols(shape.format, byte_x))
+          : tiles_of_many(shape);
+  choice.expands_x = expands_first;
+  return choice;
+}
+
+// ---- Workspace ----------------------------------------------------------------------------------
+
+/// Rows of e4m3 x in 16 bits, ahead of all else.
+constexpr std::size_t expanded_bytes(std::int64_t x_rows, std::int64_t K, DType dtype) {
+  return round_up(static_cast<std::size_t>(x_rows * K) * size_of(dtype), std::size_t{256});
+}
+
+/// Of a row of x with sums.
+constexpr std::int64_t cols_with_sums(std::int32_t K) {
+  return std::int64_t{ceil_div(K, kColsOfSums)} * kColsWithSums;
+}
+
+/// Of a row of x as two terms, zeros behind the last column, ...
+constexpr std::int64_t cols_of_terms(std::int32_t K) {
+  return std::int64_t{2} * round_up(K, kColsOfTerm);
+}
+
+/// ... and bytes of M such rows, behind which are their units.
+constexpr std::int64_t terms_bytes(std::int64_t M, std::int32_t K) {
+  return round_up<std::int64_t>(M * cols_of_terms(K), 256);
+}
+
+/// Behind rows that are put in order meanwhile.
+constexpr std::int64_t claims_count(std::int64_t M, std::int32_t experts) {
+  return M / kPieceRows + experts + 2;
+}
+
+constexpr std::size_t workspace_bytes(const Shape& shape, const Choice& choice) {
+  const DType x_dtype = choice.expands_x ? shape.dtype : shape.x_dtype;
+  const std::size_t ahead =
+      choice.expands_x ? expanded_bytes(shape.x_rows, shape.K, shape.dtype) : 0;
+  const auto in_order = [&](std::int64_t cols) {
+    return static_cast<std::int64_t>(size_of(x_dtype)) * shape.M * cols;
+  };
+  std::int64_t rows = 0;
+  switch (choice.x) {
+    case RowsOfX::kInPlace: break;
+    case RowsOfX::kGathered: rows = in_order(shape.K); break;
+    case RowsOfX::kWithSums: rows = in_order(cols_with_sums(shape.K)); break;
+    case RowsOfX::kInTerms: rows = terms_bytes(shape.M, shape.K) + shape.M * 4; break;
+    case RowsOfX::kMeanwhile:
+      rows = in_order(shape.K) + claims_count(shape.M, shape.experts) * 4;
+      break;
+  }
+  return ahead + static_cast<std::size_t>(rows);
+}
+
+}  // namespace ridgeline::gemm_grouped
