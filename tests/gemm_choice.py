@@ -1,4 +1,4 @@
-"""The choice of a product's kernel, as ``gemm_plan`` tells it without a GPU."""
+"""The choice of a product's kernel, as ``gemm_plan`` and ``grouped_plan`` tell it without a GPU."""
 
 from __future__ import annotations
 
@@ -28,3 +28,32 @@ def choice_of(
     )
     path, *fields = text.split()
     return {"path": path} | {name: int(value) for name, value in (f.split("=") for f in fields)}
+
+
+def plan_of_experts(
+    M: int,
+    experts: int,
+    N: int,
+    K: int,
+    format: str = "dense",
+    *,
+    dtype: str = "bfloat16",
+    activation: str = "none",
+    gathered: bool = False,
+    invariant: bool = False,
+    hopper: bool = True,
+    group: int = 128,
+    zeros: bool = False,
+    sms: int = 132,
+) -> str:
+    plan: str = torch.ops.ridgeline.grouped_plan(
+        M, experts, N, K, dtype, format, activation, gathered, invariant, hopper, group, zeros, sms
+    )
+    return plan
+
+
+def choice_of_experts(*args: Any, **options: Any) -> dict[str, Any]:
+    """``path``, and what else there is of it: numbers as such."""
+    path, *fields = plan_of_experts(*args, **options).split()
+    pairs = (field.split("=") for field in fields)
+    return {"path": path} | {k: int(v) if v.isdigit() else v for k, v in pairs}

@@ -1,5 +1,6 @@
 #include <string>
 
+#include "bindings/gemm_grouped_plan.h"
 #include "bindings/gemm_plan.h"
 #include "bindings/tensor.h"
 #include "build_info.h"
@@ -100,6 +101,10 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "gemm_plan(int M, int N, int K, str dtype, str format, str activation, bool library, "
       "bool batch_invariant, bool hopper, bool weights_ready=False, bool norm=False, int sms=132) "
       "-> str");
+  m.def(
+      "grouped_plan(int M, int experts, int N, int K, str dtype, str format, str activation, "
+      "bool gathered, bool batch_invariant, bool hopper, int group=128, bool zeros=False, "
+      "int sms=132) -> str");
 
   m.def(
       "rope(Tensor(a!) q, Tensor(b!) k, Tensor positions, Tensor cos_sin, bool interleaved) -> ()");
@@ -162,5 +167,6 @@ std::int64_t attention_workspace(std::int64_t batch, std::int64_t heads, std::in
 STABLE_TORCH_LIBRARY_IMPL(ridgeline, CompositeExplicitAutograd, m) {
   m.impl("build_id", TORCH_BOX(&build_id));
   m.impl("gemm_plan", TORCH_BOX(&ridgeline::bindings::gemm_plan));
+  m.impl("grouped_plan", TORCH_BOX(&ridgeline::bindings::grouped_plan));
   m.impl("attention_workspace", TORCH_BOX(&attention_workspace));
 }

@@ -1,0 +1,230 @@
+"""Which kernel multiplies the rows of experts: the borders that docs/experts.md states."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import ridgeline
+from gemm_choice import choice_of_experts, plan_of_experts
+
+EXPERTS = 128
+FORMATS = ["dense", "fp8", "fp8_blocks", "fp8_fp8", "fp8_fp8_blocks", "int4"]
+
+
+def path(mean: int, format: str = "dense", K: int = 2048, **options: Any) -> str:
+    """Of so many rows an expert in the mean."""
+    return str(choice_of_experts(mean * EXPERTS, EXPERTS, 1536, K, format, **options)["path"])
+
+
+@pytest.mark.parametrize(
+    ("M", "experts", "K", "format", "before", "after"),
+    [
+        (5 * 128, 128, 2048, "dense", "strips", "few"),  # eight rows fit
+        (5 * 128, 128, 2048, "fp8", "strips", "terms"),
+        (5 * 128, 128, 2048, "fp8_blocks", "strips", "terms"),
+        (2 * 8, 8, 14336, "dense", "strips", "few"),  # five do: two and not fewer
+        (2 * 128, 128, 2048, "fp8_fp8", "strips", "few"),
+        (2 * 128, 128, 2048, "int4", "digits", "some"),
+        (64, 128, 768, "int4", "digits", "some"),  # chunks of 384 columns: half a row
+        (8, 128, 1024, "int4", "digits", "some"),  # two of 512: eight rows in all
+        (4, 4, 1024, "int4", "digits", "some"),  # and not more than one an expert
+    ],
+)
+def test_few_rows_meet_strips(
+    M: int, experts: int, K: int, format: str, before: str, after: str
+) -> None:
+    paths = [choice_of_experts(M + more, experts, 4096, K, format)["path"] for more in (0, 1)]
+    assert paths == [before, after]
+
+
+def test_gates_and_ups_have_whole_strips_each() -> None:
+    choices = [choice_of_experts(4, 4, N, 2048, activation="silu_mul") for N in (16, 32)]
+    assert [choice["path"] for choice in choices] == ["few", "strips"]
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "last", "before", "after"),
+    [
+        ("dense", {}, 20, "few", "many"),
+        ("fp8_fp8", {}, 20, "few", "many"),
+        ("fp8", {"dtype": "float16"}, 20, "few", "some"),
+        ("fp8_blocks", {"dtype": "float16"}, 80, "some", "many"),
+        ("fp8", {}, 160, "terms", "many"),
+        ("fp8_fp8_blocks", {}, 160, "terms", "many"),
+        ("int4", {}, 80, "some", "many"),
+    ],
+)
+def test_more_rows_meet_tiles(
+    format: str, options: dict[str, Any], last: int, before: str, after: str
+) -> None:
+    assert [path(mean, format, **options) for mean in (last, last + 1)] == [before, after]
+
+
+def test_rows_of_an_expert_are_whole_ones_of_the_mean() -> None:
+    choices = [choice_of_experts(21 * EXPERTS - less, EXPERTS, 1536, 2048) for less in (1, 0)]
+    assert [choice["path"] for choice in choices] == ["few", "many"]
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_other_gpus_and_activations_meet_tiles_of_mma(format: str) -> None:
+    for options in ({"hopper": False}, {"activation": "gelu"}):
+        choice = choice_of_experts(8, EXPERTS, 1536, 2048, format, **options)
+        assert choice["path"] == "tile" and choice["x"] == "in_place"
+        assert choice["expands_x"] == format.startswith("fp8_fp8")
+    assert path(1, format, activation="silu_mul") == ("digits" if format == "int4" else "strips")
+
+
+@pytest.mark.parametrize(("mean", "rows", "cols"), [(32, 32, 64), (64, 64, 128), (65, 128, 128)])
+def test_tiles_of_mma_have_about_as_many_rows_as_experts(mean: int, rows: int, cols: int) -> None:
+    choice = choice_of_experts(mean * EXPERTS, EXPERTS, 1536, 2048, hopper=False)
+    assert (choice["tile_rows"], choice["tile_cols"]) == (rows, cols)
+    choice = choice_of_experts(mean * EXPERTS, EXPERTS, 1536, 2048, "int4", hopper=False)
+    assert (choice["tile_rows"], choice["tile_cols"]) == (64, 128)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_batch_invariance_has_one_order_of_sums(format: str) -> None:
+    """No strips, no terms, and of int4 the tiles of many rows alone."""
+    paths = {path(mean, format, invariant=True) for mean in (1, 8, 16, 40, 100, 300)}
+    assert not paths & {"strips", "digits", "terms", "tile"}
+    assert format != "int4" or paths == {"many"}
+
+
+@pytest.mark.parametrize(
+    ("format", "options", "last", "rows"),
+    [
+        ("int4", {}, 9, 16),  # nearly all experts have up to two roots of the mean more
+        ("int4", {}, 16, 24),
+        ("int4", {}, 22, 32),
+        ("int4", {}, 34, 48),
+        ("int4", {}, 49, 64),
+        ("int4", {}, 80, 80),
+        ("int4", {"group": 64}, 22, 32),
+        ("int4", {"group": 64}, 80, 64),
+        ("int4", {"zeros": True}, 80, 64),
+        ("fp8", {"dtype": "float16"}, 49, 64),
+        ("fp8", {"dtype": "float16"}, 80, 80),
+        ("fp8", {}, 22, 32),
+        ("fp8", {}, 36, 48),  # 36 + 2 * 6
+        ("fp8", {}, 49, 64),
+        ("fp8", {}, 160, 88),
+    ],
+)
+def test_tiles_of_some_rows(format: str, options: dict[str, Any], last: int, rows: int) -> None:
+    choices = [
+        choice_of_experts(mean * EXPERTS, EXPERTS, 1536, 2048, format, **options)
+        for mean in (last, last + 1)
+    ]
+    assert (choices[0]["tile_rows"], choices[0]["tile_cols"]) == (rows, 256)
+    assert choices[1]["tile_rows"] > rows or choices[1]["path"] == "many"
+
+
+def test_tiles_have_no_more_rows_than_there_are() -> None:
+    assert choice_of_experts(20, 2, 32, 40000, "fp8_fp8")["tile_rows"] == 24
+    assert choice_of_experts(20, 1, 1536, 2048, "fp8")["tile_rows"] == 32
+    assert choice_of_experts(40, 1, 1536, 2048, "fp8")["tile_rows"] == 48
+
+
+@pytest.mark.parametrize(
+    ("options", "as_", "x"),
+    [
+        ({"gathered": True}, "nibbles", "with_sums"),
+        ({}, "differences", "in_place"),
+        ({"gathered": True, "zeros": True}, "differences", "gathered"),
+        ({"gathered": True, "dtype": "float16"}, "differences", "gathered"),
+        ({"gathered": True, "group": 64}, "any", "gathered"),
+    ],
+)
+def test_what_int4_by_few_rows_is_multiplied_as(options: dict[str, Any], as_: str, x: str) -> None:
+    choice = choice_of_experts(8 * EXPERTS, EXPERTS, 1536, 2048, "int4", **options)
+    assert (choice["as"], choice["x"]) == (as_, x)
+
+
+def test_nibbles_are_for_as_many_rows_as_experts() -> None:
+    choices = [choice_of_experts(M, 128, 2048, 768, "int4", gathered=True) for M in (127, 128)]
+    assert [choice["as"] for choice in choices] == ["differences", "nibbles"]
+
+
+def test_many_gathered_rows_are_put_in_order_meanwhile() -> None:
+    """From 256 rows an expert on, and up to 8192 weight rows; else by a kernel ahead."""
+
+    def x(mean: int, N: int, **options: Any) -> tuple[Any, Any]:
+        choice = choice_of_experts(mean * EXPERTS, EXPERTS, N, 2048, **options)
+        assert choice["path"] == "many"
+        return choice["x"], choice["ordered"]
+
+    assert x(256, 8192, gathered=True) == ("meanwhile", 1)
+    assert x(255, 8192, gathered=True) == ("gathered", 0)
+    assert x(256, 8208, gathered=True) == ("gathered", 1)
+    assert x(256, 8192) == ("in_place", 1)
+
+
+def test_few_gathered_rows_stay_where_they_are() -> None:
+    for mean, format in ((1, "dense"), (20, "dense"), (1, "int4")):
+        choice = choice_of_experts(mean * EXPERTS, EXPERTS, 1536, 2048, format, gathered=True)
+        assert choice["x"] == "in_place"
+
+
+@pytest.mark.parametrize(
+    ("mean", "format", "options", "rows"),
+    [
+        (512, "fp8_fp8", {}, 272),  # spares many experts a third tile of 256
+        (256, "fp8_fp8", {}, 272),
+        (400, "fp8_fp8", {}, 256),  # two tiles either way
+        (512, "fp8_fp8", {"gathered": True}, 256),
+        (512, "fp8_fp8_blocks", {}, 256),
+        (512, "dense", {}, 256),
+        (40, "dense", {}, 128),
+    ],
+)
+def test_tiles_of_many_rows(mean: int, format: str, options: dict[str, Any], rows: int) -> None:
+    choice = choice_of_experts(mean * EXPERTS, EXPERTS, 6400, 2048, format, **options)
+    assert (choice["tile_rows"], choice["tile_cols"]) == (rows, 128)
+
+
+def test_few_tiles_are_alike_in_size() -> None:
+    """Fewer than four an SM."""
+    rows = [choice_of_experts(300 * 8, 8, 2048, 2048, sms=sms)["tile_rows"] for sms in (32, 33)]
+    assert rows == [256, 192]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"format": "int8"}, "format: expected 'dense', 'int4', .*got 'int8'"),
+        ({"dtype": "float32"}, "dtype: expected float16 or bfloat16, got float32"),
+        ({"activation": "tanh"}, "activation: expected None, .*got 'tanh'"),
+        ({"M": 0}, "M: expected 1 or more, got 0"),
+        ({"experts": 1024}, "experts: expected 0 to 1023, got 1024"),
+        ({"N": -1}, "N must fit in 31 bits, got -1"),
+        ({"K": 1 << 31}, "K must fit in 31 bits, got 2147483648"),
+        ({"format": "int4", "group": 48}, "group: expected a multiple of 32, or K = 256, got 48"),
+        ({"sms": 0}, "sms: expected 1 or more, got 0"),
+    ],
+)
+def test_refuses_what_no_product_has(changed: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"M": 8, "experts": 4, "N": 64, "K": 256} | changed
+    with pytest.raises(ValueError, match=message):
+        plan_of_experts(**arguments)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 40])
+def test_explain_names_the_choice(rows: int) -> None:
+    weight = torch.randn(8, 256, 512, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(8 * rows, 512, device="cuda", dtype=torch.bfloat16)
+    offsets = torch.arange(9, device="cuda", dtype=torch.int32) * rows
+    explanation = ridgeline.explain("grouped_linear", x, weight, offsets)
+    plan = plan_of_experts(
+        8 * rows,
+        8,
+        256,
+        512,
+        hopper=torch.cuda.get_device_capability() == (9, 0),
+        sms=torch.cuda.get_device_properties(0).multi_processor_count,
+    )
+    assert explanation.choices == (plan,)
+    assert ("strips" in plan) == ("strips" in explanation.kernels[0].name)
