@@ -168,10 +168,10 @@ def dense(layer: Layer) -> None:
 
 def fp8(layer: Layer) -> None:
     """Weights of fp8 with tokens of 16 bits, beside weights kept in bf16; with scales of blocks;
-    and both in fp8."""
+    and both in fp8, by rows and by blocks."""
 
-    def codes() -> list[Tensor]:
-        scale = torch.rand(layer.tokens, 1, device=layer.bench.device) + 0.5
+    def codes(across: int = 1) -> list[Tensor]:
+        scale = torch.rand(layer.tokens, across, device=layer.bench.device) + 0.5
         return [layer.x().to(FP8), scale]
 
     def ours(x: Tensor, w: Tensor, s: Tensor, offsets: Tensor, rows: Tensor, _: Any) -> Tensor:
@@ -208,6 +208,10 @@ def fp8(layer: Layer) -> None:
     if layer.bench.device != "cpu":
         calls["torch_scaled_grouped_mm"] = scaled_grouped_mm
     layer.measure("grouped_fp8_linear", ours_weights, calls, bits, codes, x="fp8")
+    layer.measure(
+        "grouped_fp8_linear", blocks, {"ridgeline": ours_fp8}, 8 + 32 / BLOCK**2,
+        lambda: codes(-(-layer.K // BLOCK)), x="fp8", scales="blocks",
+    )  # fmt: skip
 
 
 def int4(layer: Layer) -> None:

@@ -298,6 +298,17 @@ def test_last_blocks_of_scales_are_parts(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("N", "gated"),
+    [(400, False), (512, True), pytest.param(256, True, marks=pytest.mark.sanitize)],
+)
+@pytest.mark.parametrize("K", [1040, pytest.param(784, marks=pytest.mark.sanitize), 112])
+def test_scales_of_columns_and_of_blocks(N: int, K: int, gated: bool, device: str) -> None:
+    """Tiles of one piece of rows to four; stages fewer than scales that come together, and more."""
+    check("fp8_fp8_blocks", [300, 0, 30, 1, 70, 140], N, K, gated, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("count", [1, 4, 15, 40, 100])
 def test_rows_by_blocks_are_those_of_a_float64_product(
@@ -326,9 +337,10 @@ def test_rows_by_blocks_are_those_of_a_float64_product(
     assert torch.equal(few, outs[1].view(experts, count, N)[:, 0])
 
 
-def test_codes_by_scales_of_blocks_cost_products_of_16_bits() -> None:
+def test_codes_cost_products_of_8_bits() -> None:
     x, weight = (torch.zeros(s, dtype=torch.float8_e4m3fn) for s in ((4, 256), (2, 128, 256)))
     offsets = torch.tensor([0, 2, 4], dtype=torch.int32)
     rows = op_cost("grouped_fp8_linear", x, weight, torch.ones(2, 128), offsets)
     blocks = op_cost("grouped_fp8_linear", x, weight, torch.ones(2, 1, 2), offsets)
-    assert (rows.unit, blocks.unit) == ("fp8", "bf16")
+    wide = op_cost("grouped_fp8_linear", x.to(torch.bfloat16), weight, torch.ones(2, 128), offsets)
+    assert (rows.unit, blocks.unit, wide.unit) == ("fp8", "fp8", "bf16")

@@ -53,7 +53,7 @@ def test_gates_and_ups_have_whole_strips_each() -> None:
         ("fp8", {"dtype": "float16"}, 20, "few", "some"),
         ("fp8_blocks", {"dtype": "float16"}, 80, "some", "many"),
         ("fp8", {}, 160, "terms", "many"),
-        ("fp8_fp8_blocks", {}, 160, "terms", "many"),
+        ("fp8_fp8_blocks", {}, 20, "terms", "many"),
         ("int4", {}, 80, "some", "many"),
     ],
 )
@@ -75,6 +75,42 @@ def test_other_gpus_and_activations_meet_tiles_of_mma(format: str) -> None:
         assert choice["path"] == "tile" and choice["x"] == "in_place"
         assert choice["expands_x"] == format.startswith("fp8_fp8")
     assert path(1, format, activation="silu_mul") == ("digits" if format == "int4" else "strips")
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "options", "scales_groups"),
+    [
+        (21 * 128, 1536, {}, 1),
+        (20 * 128, 1536, {}, 0),
+        (21 * 128, 1536, {"dtype": "float16"}, 1),
+        (21 * 128, 1552, {}, 1),
+        (21 * 128, 1536, {"activation": "silu_mul"}, 1),
+        (21 * 128, 1600, {"activation": "silu_mul"}, 0),  # ups of a tile in two blocks
+        (21 * 128, 1536, {"activation": "gelu"}, 0),
+        (21 * 128, 1536, {"invariant": True}, 0),
+        (21 * 128, 1536, {"hopper": False}, 0),
+    ],
+)
+def test_rows_with_scales_of_columns_are_multiplied_as_they_are(
+    M: int, N: int, options: dict[str, Any], scales_groups: int
+) -> None:
+    choice = choice_of_experts(M, EXPERTS, N, 2048, "fp8_fp8_blocks", **options)
+    assert choice["scales_groups"] == scales_groups
+    assert choice["expands_x"] == 1 - scales_groups
+    for format in ("fp8", "fp8_blocks", "fp8_fp8"):
+        assert choice_of_experts(M, EXPERTS, N, 2048, format, **options)["scales_groups"] == 0
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+def test_scales_of_columns_leave_rows_to_a_kernel_ahead(gathered: bool) -> None:
+    """Whose warp would put them in order brings the scales; and tiles are no taller than 256."""
+    choices = [
+        choice_of_experts(256 * EXPERTS, EXPERTS, 1536, 2048, format, gathered=gathered)
+        for format in ("fp8_fp8", "fp8_fp8_blocks")
+    ]
+    assert [choice["most_rows"] for choice in choices] == [256 if gathered else 272, 256]
+    assert choices[1]["x"] == ("gathered" if gathered else "in_place")
+    assert choices[0]["x"] == ("meanwhile" if gathered else "in_place")
 
 
 @pytest.mark.parametrize(("mean", "rows", "cols"), [(32, 32, 64), (64, 64, 128), (65, 128, 128)])

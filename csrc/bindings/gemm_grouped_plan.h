@@ -42,6 +42,7 @@ inline std::string grouped_plan(std::int64_t M, std::int64_t experts, std::int64
                 : int4 ? WeightFormat::kInt4
                        : WeightFormat::kFp8,
       .scale_layout = blocks ? ScaleLayout::kBlock : ScaleLayout::kRow,
+      .x_group = codes && blocks ? kScaleBlock : 0,
       .group = checked_int32(group, "group"),
       .has_zeros = zeros,
       .activation = activation_of(activation),

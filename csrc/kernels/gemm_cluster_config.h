@@ -199,11 +199,12 @@ constexpr std::int32_t cut_by_stages(const Shape& shape, std::int32_t tiles, Con
   return chosen;
 }
 
-/// 49 to 64 rows of x by int4, where other tiles are `blocks`, two, for some SMs: tiles of 48 weight
-/// rows and all of K, of which nearly every SM has one, whose stages three warpgroups share out.
-/// H200, us alone, by 64 weight rows and half of K and so, 64 rows: 4096 x 6144 10.6 and 9.8, 5120 x
-/// 6144 12.4 and 11.4; but 48 rows of 4096 x 6144 9.1 and 9.7, 64 of 14336 x 6144 26.0 and 28.5, of
-/// which each block reads all of x; 64 of 4096 x 6144 by e4m3 9.1 and 9.2, of fp8 11.7 and 11.7.
+/// 49 to 64 rows of x by int4, where other tiles are `blocks`, two, for some SMs: tiles of 48
+/// weight rows and all of K, of which nearly every SM has one, whose stages three warpgroups share
+/// out. H200, us alone, by 64 weight rows and half of K and so, 64 rows: 4096 x 6144 10.6 and 9.8,
+/// 5120 x 6144 12.4 and 11.4; but 48 rows of 4096 x 6144 9.1 and 9.7, 64 of 14336 x 6144 26.0 and
+/// 28.5, of which each block reads all of x; 64 of 4096 x 6144 by e4m3 9.1 and 9.2, of fp8 11.7 and
+/// 11.7.
 constexpr bool is_for_short_tiles(const Shape& shape, std::int32_t blocks) {
   constexpr std::int32_t kMoreRows = 48, kMostColumns = 5120, kFewest = 96;  // tiles
   const std::int32_t tiles = ceil_div(shape.N, kShortCols);

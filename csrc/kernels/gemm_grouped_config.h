@@ -27,6 +27,9 @@ constexpr std::int64_t kFewRows = 20;
 /// rows, two blocks an SM: 258 and, of 64 rows of x, 424.
 constexpr std::int64_t kMostSomeRows = 80;
 
+/// Rows of e4m3 an expert, at most, that are expanded where columns of K have scales.
+constexpr std::int64_t kMostRowsInGroups = 20;
+
 /// Rows an expert that may be split into terms.
 constexpr std::int64_t kFewestTermRows = 4, kMostTermRows = 160;
 
@@ -43,10 +46,23 @@ constexpr bool runs_on_wgmma(const Shape& shape) {
          shape.x_aligned && shape.weight_aligned;
 }
 
-/// Whether e4m3 rows of x become 16 bits first: no kernel for experts multiplies sums of 128
+/// Whether rows of e4m3 with a scale for each 128 columns meet scales of blocks as they are: where
+/// a tile's gates lie in one block, and its ups. Few rows are expanded, since their kernels take
+/// one scale for a row; a row's bits are others so. H200, lab, us, expanded and so: 256 and 1024
+/// tokens of top 2 in 8 experts of 4096 x 28672 304 and 272, 1100 and 820; 512, 1024, 4096 and 8192
+/// of top 8 in 128 of 2048 x 1536 140 and 117, 154 and 132, 544 and 371, 935 and 655; 1024 and 8192
+/// of 768 x 2048 93 and 81, 486 and 332.
+constexpr bool scales_groups(const Shape& shape) {
+  return shape.x_dtype == DType::kFloat8E4M3 && shape.scale_layout == ScaleLayout::kBlock &&
+         shape.x_group == kScaleBlock && !shape.batch_invariant && runs_on_wgmma(shape) &&
+         (!is_gated(shape.activation) || shape.N % kScaleBlock == 0) &&
+         mean_rows(shape) > kMostRowsInGroups;
+}
+
+/// Whether e4m3 rows of x become 16 bits first: no other kernel for experts multiplies sums of 128
 /// columns by scales of both.
 constexpr bool expands_x(const Shape& shape) {
-  return shape.x_dtype == DType::kFloat8E4M3 &&
+  return shape.x_dtype == DType::kFloat8E4M3 && !scales_groups(shape) &&
          (shape.scale_layout == ScaleLayout::kBlock || !runs_on_wgmma(shape));
 }
 
@@ -104,7 +120,8 @@ constexpr bool is_ordered(const Shape& shape) {
 /// 1536: fp8 by fp8 466 and 439, bf16 822 and 763, int4 810 and 756; 4096 tokens 274 and 265, 505
 /// and 481, 516 and 502; but 1024 123 and 133.
 constexpr bool gathers_inside(const Shape& shape) {
-  return shape.gathers && is_ordered(shape) && shape.N <= kMostGatheringRows;
+  return shape.gathers && is_ordered(shape) && shape.N <= kMostGatheringRows &&
+         !scales_groups(shape);  // who puts rows in order brings scales there
 }
 
 /// Whether many experts have a tile less of e4m3 by e4m3 if tiles are a little taller: those of
@@ -116,7 +133,8 @@ inline bool has_tall_tiles(const Shape& shape) {
   const auto mean = static_cast<float>(mean_rows(shape));
   const int rows = static_cast<int>(mean + std::sqrt(mean));
   return shape.x_dtype == DType::kFloat8E4M3 && shape.experts > 1 && mean >= kManyRows &&
-         !gathers_inside(shape) && ceil_div(rows, kTallRows) < ceil_div(rows, kManyRows);
+         !gathers_inside(shape) && !scales_groups(shape) &&
+         ceil_div(rows, kTallRows) < ceil_div(rows, kManyRows);
 }
 
 /// Rows of x that a tile has, at most, of the kernel for many: twice as many as experts have in the
@@ -199,7 +217,8 @@ inline Choice tiles_of_many(const Shape& shape) {
           .most_rows = most,
           .tile_rows = cut ? most : row_tile_for(shape, ceil_div(shape.N, kCols), most),
           .tile_cols = kCols,
-          .ordered = is_ordered(shape)};
+          .ordered = is_ordered(shape),
+          .scales_groups = scales_groups(shape)};
 }
 
 /// Requires: a row of y at least, and not more than 1023 experts.
@@ -213,6 +232,7 @@ inline Choice choose(const Shape& of) {
   const bool byte_x = shape.x_dtype == DType::kFloat8E4M3;
   Choice choice =
       !runs_on_wgmma(shape)  ? tiles_of_any(shape)
+      : scales_groups(shape) ? tiles_of_many(shape)
       : is_for_digits(shape) ? digits_of(shape)
       : is_for_strips(shape) ? strips_of(shape)
       : has_terms(shape)     ? tiles_of_terms(shape)

@@ -16,7 +16,8 @@ inline std::string to_text(const Choice& choice) {
                      " tile_cols=" + std::to_string(choice.tile_cols) +
                      " x=" + kX[static_cast<int>(choice.x)] +
                      " expands_x=" + std::to_string(choice.expands_x) +
-                     " ordered=" + std::to_string(choice.ordered);
+                     " ordered=" + std::to_string(choice.ordered) +
+                     " scales_groups=" + std::to_string(choice.scales_groups);
   if (choice.as) text.append(" as=").append(kAs[static_cast<int>(*choice.as)]);
   if (choice.chunk_cols > 0)
     text += " chunk_cols=" + std::to_string(choice.chunk_cols) +

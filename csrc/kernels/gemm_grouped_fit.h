@@ -27,6 +27,7 @@ inline Shape shape_of(const GroupedGemmParams& params, bool sm90a, std::int32_t 
           .x_dtype = p.x.dtype,
           .format = weight.format,
           .scale_layout = weight.scale_layout,
+          .x_group = p.x.scale_per_group ? p.x.scale_group : 0,
           .group = weight.group,
           .has_zeros = weight.zeros != nullptr,
           .activation = p.activation,

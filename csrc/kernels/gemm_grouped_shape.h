@@ -55,6 +55,7 @@ struct Shape {
   DType x_dtype;
   WeightFormat format;
   ScaleLayout scale_layout;  // of fp8
+  std::int32_t x_group;      // columns of e4m3 x that share a scale; 0: all of a row
   std::int32_t group;        // of int4, ...
   bool has_zeros;            // ... which has zero points
   Activation activation;
@@ -74,6 +75,7 @@ struct Choice {
   std::int32_t tile_rows;  // ... and here, at most
   std::int32_t tile_cols;  // weight rows of it
   bool ordered = false;    // experts of the fullest tiles come first
+  bool scales_groups = false;      // kMany: e4m3 x has scales of 128 columns
   std::optional<Int4As> as = {};   // kSome
   std::int32_t chunk_cols = 0;     // kDigits: of K, that a warp takes at a time, ...
   std::int32_t span_cols = 0;      // ... and that have a unit

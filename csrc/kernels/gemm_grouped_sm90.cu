@@ -55,6 +55,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       if (warp == kPlanner) return plan<Tile>(launch, shared);
     if constexpr (Tile::kInOrder)
       if (warp == kGatherer && launch.gather.claims) return gather<Tile>(launch, shared);
+    if constexpr (Tile::kGroups)
+      if (warp % 2 == kFirstBringer) return bring_scales<Tile>(launch, shared, warp / 2);
     produce<Tile>(launch, shared, first, thread);
   } else {
     if constexpr (Tile::kConsumers > 1) ptx::take_registers<Tile::kManyRegisters>();
@@ -268,6 +270,10 @@ void launch_format(const GroupedGemmParams& params, const Choice& choice, Stream
     case WeightFormat::kDense: return launch_x<T, T, WeightFormat::kDense>(params, choice, stream);
     case WeightFormat::kInt4: return launch_x<T, T, WeightFormat::kInt4>(params, choice, stream);
     case WeightFormat::kFp8:
+      if (choice.scales_groups)
+        return launch_tiles<
+            Tile<T, std::uint8_t, WeightFormat::kFp8, 2, kManyRows, Int4Way{}, true>>(
+            params, choice, stream);
       if (fp8_x) return launch_x<T, std::uint8_t, WeightFormat::kFp8>(params, choice, stream);
       if (params.gemm.weight.scale_layout == ScaleLayout::kBlock)
         return launch_x<T, T, WeightFormat::kFp8, true>(params, choice, stream);

@@ -35,7 +35,7 @@ struct Int4Way {
 
 /// kConsumers_ warpgroups of 64 weight rows each by up to kRows_ rows of x: of few rows one or two,
 /// of some four, of many two. X: T, or std::uint8_t, which stands for e4m3, some rows of which are
-/// bfloat16 in two terms. kBlocks_: of fp8 by 16 bits, whether its scales are of blocks.
+/// bfloat16 in two terms. kBlocks_: whether scales of fp8 are of blocks.
 template <class T_, class X_, WeightFormat kFormat_, int kConsumers_, int kRows_,
           Int4Way kWay_ = Int4Way{}, bool kBlocks_ = false>
 struct Tile {
@@ -61,7 +61,10 @@ struct Tile {
   static constexpr bool kCopies = !kInOrder && !kSome;
   static constexpr int kPiece = kInOrder ? 64 : 32;  // rows whose sums lie together
   static constexpr int kLines = kSome ? 16 : kPiece;  // of shared memory on the way to y
-  static constexpr int kScales = kFp8X ? round_up(kRows, kPiece) : 1;  // of rows of x
+  // Whether rows of e4m3 have a scale for each 128 columns: else they have one.
+  static constexpr bool kGroups = kFp8X && kBlocks && kInOrder;
+  static constexpr bool kScalesRows = kFp8X && !kGroups;
+  static constexpr int kScales = kScalesRows ? round_up(kRows, kPiece) : 1;  // of rows of x
   // Boxes of 128 bytes of each row of x in a stage: two of int4 by some rows, four by up to 32, for
   // 50 of a warp's 166 instructions for 128 columns were a stage's, which are half as many so.
   // H200, lab, us, of two and of four: 16 and 64 tokens of 4096 x 28672 139, 158 and 130, 151, of
@@ -82,8 +85,8 @@ struct Tile {
   static constexpr int kScaleSets = kBoxes == 4 ? 2 : 2 * kBoxes;
   static constexpr int kCols = kConsumers * kWarpgroupRows;
   static constexpr int kMultipliers = kConsumers * kWarpgroup;  // threads
-  // Arrivals that give a stage back: of warps, where each multiplies for itself.
-  static constexpr int kReleases = kSome ? 4 * kConsumers : kConsumers;
+  // Arrivals that give a stage back: of warps, where each reads for itself.
+  static constexpr int kReleases = kSome || kGroups ? 4 * kConsumers : kConsumers;
   static constexpr int kProducers = kWarpgroup;
   // Threads that request a stage where no row is copied: one, or one the weight and its scales and
   // one x. Where lane 0 requested the weight and box after box of x, and another the scales, int4
@@ -96,14 +99,14 @@ struct Tile {
   // Whether, behind a kernel that puts rows in order, only those who request x wait for it.
   static constexpr bool kStartsEarly = kAskers == 2;
   // Arrivals that fill a stage.
-  static constexpr int kFills = kCopies ? 1 + device::kWarpSize : kAskers;
+  static constexpr int kFills = kCopies ? 1 + device::kWarpSize : kGroups ? 3 : kAskers;
   static constexpr int kThreads = kMultipliers + kProducers;
   static constexpr int kBlocksPerSm = kRows <= 32 && !kSome ? 2 : 1;
   // Twice the sums are kept: of a segment of K, and of those before it.
   static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == kSegmentRows;
   // A thread's, of producers and of consumers, where there are several warpgroups of those.
-  static constexpr int kFewRegisters = kSome ? 32 : kBlocksPerSm == 2 ? 48 : 40;
-  static constexpr int kManyRegisters = kSome ? 112 : kBlocksPerSm == 2 ? 96 : 232;
+  static constexpr int kFewRegisters = kSome ? 32 : kBlocksPerSm == 2 ? 48 : kGroups ? 56 : 40;
+  static constexpr int kManyRegisters = kSome ? 112 : kBlocksPerSm == 2 ? 96 : kGroups ? 224 : 232;
   static constexpr int kWeightBytes =
       kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
   // Whether those who request find their first tile by themselves: expansion has no registers left,
@@ -116,6 +119,7 @@ struct Tile {
   static constexpr int kScaleBytes = 4 * kCols;  // of a set of int4, whole powers of two
 };
 
+constexpr int kScalesOfWeight = 4;  // two, in whole vectors
 constexpr int kTurns = kWarpgroup / device::kWarpSize;  // warps that bring stages by turns
 constexpr int kMaxStages = 16;
 constexpr int kStagesOfTwo = 8;  // of each of two blocks on an SM, in rings that are shaped
@@ -124,7 +128,9 @@ constexpr int kStagesOfTwo = 8;  // of each of two blocks on an SM, in rings tha
 template <class Tile>
 constexpr int stage_bytes_of(int rows, int sets) {
   return round_up(Tile::kBoxesOfX * rows * kRowBytes + Tile::kWeightBytes +
-                      (Tile::kInt4 ? sets * Tile::kScaleBytes : 0),
+                      (Tile::kInt4     ? sets * Tile::kScaleBytes
+                       : Tile::kGroups ? (rows + kScalesOfWeight) * static_cast<int>(sizeof(float))
+                                       : 0),
                   1024);
 }
 
@@ -189,13 +195,13 @@ struct Shared {
   using T = typename Tile::T;
 
   alignas(1024) T out[Tile::kConsumers][Tile::kLines][kOutColumns];
-  float x_scale[Tile::kFp8X ? 2 : 1][Tile::kScales];  // of an item, by turns
+  float x_scale[Tile::kScalesRows ? 2 : 1][Tile::kScales];  // of an item, by turns
   alignas(8) std::uint64_t full[kMaxStages], free[kMaxStages];
   alignas(16) std::conditional_t<Tile::kPlanned, Planned<Tile>, NotPlanned> planned;
   alignas(1024) std::uint8_t ring[];
 };
 
-/// A stage: x, the weight, and int4's scales and zero points.
+/// A stage: x, the weight, and int4's scales and zero points, or scales of its columns.
 template <class Tile>
 struct Stage {
   struct Scales {  // of 32 columns of K, of 128, or of all
@@ -218,6 +224,11 @@ struct Stage {
   __device__ __forceinline__ Scales& scales(int set) const {
     return reinterpret_cast<Scales*>(weight() + Tile::kWeightBytes)[set];
   }
+  /// Where columns of K have scales: of the tile's gates and ups, and of rows of x.
+  __device__ __forceinline__ float* weight_scales() const {
+    return reinterpret_cast<float*>(weight() + Tile::kWeightBytes);
+  }
+  __device__ __forceinline__ float* x_scales() const { return weight_scales() + kScalesOfWeight; }
 };
 
 /// Which stage comes next, and the parity of its use.

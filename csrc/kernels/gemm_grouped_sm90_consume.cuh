@@ -44,7 +44,7 @@ __device__ __forceinline__ void consume_planned(const Launch& launch, Shared<Til
     const int row = here.warpgroup * kWarpgroupRows + here.warp * 16 + here.quad;
     RowFactors<typename Tile::T> factors;
     factors.take(planned.columns[at][row], planned.columns[at][row + 8]);
-    const float* x_scale = shared.x_scale[Tile::kFp8X ? at : 0];
+    const float* x_scale = shared.x_scale[Tile::kScalesRows ? at : 0];
     if constexpr (Tile::kSome) {
       store_some<Tile>(launch, shared, item, sums, x_scale, factors, here);
     } else if (is_gated(launch.grouped.gemm.activation)) {

@@ -5,6 +5,7 @@
 #include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_registers.cuh"
 #include "device/ptx/wgmma_shared_wide.cuh"
+#include "kernels/gemm_grouped_sm90_groups.cuh"
 #include "kernels/gemm_grouped_sm90_int4.cuh"
 #include "kernels/gemm_grouped_sm90_terms.cuh"
 
@@ -231,7 +232,9 @@ template <class Tile, int kN>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
                                               Ring& ring, Sums<Tile>& sums, const Item& item,
                                               const Consumer& me) {
-  if constexpr (Tile::kFp8X) {
+  if constexpr (Tile::kGroups) {
+    multiply_groups<Tile, kN>(launch, shared, ring, sums, me);
+  } else if constexpr (Tile::kFp8X) {
     constexpr int kAddEvery = 2;
     int k = 0;
     for (; k + kAddEvery <= launch.steps; k += kAddEvery)

@@ -205,7 +205,7 @@ __device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared)
   };
   for_each_item<false>(launch, shared, Plan{}, [&](const Item& item) {
     wait_free();
-    if constexpr (Tile::kFp8X)
+    if constexpr (Tile::kScalesRows)
       for (int r = lane; r < item.rows; r += device::kWarpSize)
         ptx::copy_async_4(
             &shared.x_scale[turn % 2][r],

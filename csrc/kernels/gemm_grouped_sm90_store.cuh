@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_piece(const Launch& launch, Shared<Tile>& 
   me.meet();  // the rows before are read; scales of x are there
   const auto values = [&](int r, int i) {  // of eight rows of x
     float2 pair{sums[i][2 * r], sums[i][2 * r + 1]};
-    if constexpr (Tile::kFp8X) {
+    if constexpr (Tile::kScalesRows) {
       const float2 scales = *reinterpret_cast<const float2*>(
           &x_scale[piece * Tile::kPiece + i * 8 + me.in_quad * 2]);
       pair.x = __fmul_rn(pair.x, scales.x), pair.y = __fmul_rn(pair.y, scales.y);
@@ -247,7 +247,7 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
       const int at = first / 8 + i;
       const float(&of)[4] = sums[at / kEights][at % kEights];
       float2 pair{of[2 * r], of[2 * r + 1]};
-      if constexpr (Tile::kFp8X) {
+      if constexpr (Tile::kScalesRows) {
         const float2 scales =
             *reinterpret_cast<const float2*>(&x_scale[first + i * 8 + me.in_quad * 2]);
         pair.x = __fmul_rn(pair.x, scales.x), pair.y = __fmul_rn(pair.y, scales.y);

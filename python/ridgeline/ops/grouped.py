@@ -78,7 +78,8 @@ def grouped_fp8_linear(
     Args:
         x: ``[rows of x, K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded
             to its dtype; or float8_e4m3fn with ``x_scale``: products of codes, or, by scales of
-            blocks, of both expanded.
+            blocks, of both expanded, but on Hopper, of more than 20 rows an expert in the mean
+            with scales of 128 columns, sums of 128 products of codes, scaled in float32.
         weight: ``[experts, N, K]``, float8_e4m3fn; last dimension contiguous. On CUDA K is
             divisible by 16.
         weight_scale: float32, ``[experts]`` or ``[experts, N]``, applied to the product; or
@@ -274,9 +275,7 @@ def _(
 ) -> Cost:
     experts, N, K = weight.shape
     of_one = N * K + nbytes(weight_scale) / max(experts, 1)
-    # By scales of blocks both are expanded.
-    by_codes = x.dtype == torch.float8_e4m3fn and weight_scale.dim() < 3
-    unit = "fp8" if by_codes else "bf16"
+    unit = "fp8" if x.dtype == torch.float8_e4m3fn else "bf16"
     element = _out_dtype(x, out_dtype).itemsize
     others = (offsets, rows, bias, x_scale)
     return _cost(x, experts, of_one, (N, K), element, others, activation, unit)
