@@ -180,7 +180,7 @@ def fp8(layer: Layer) -> None:
     def ours_fp8(
         x: Tensor, x_scale: Tensor, w: Tensor, s: Tensor, offsets: Tensor, rows: Tensor, _: Any
     ) -> Tensor:
-        scale = x_scale.view(-1)
+        scale = x_scale.squeeze(1)
         return ops.grouped_fp8_linear(
             x, w, s, offsets, rows=rows, x_scale=scale, out_dtype=layer.dtype
         )
