@@ -408,6 +408,23 @@ def plan(M: int, N: int, K: int, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"format": "int2"}, "format: expected 'dense', .*got 'int2'"),
+        ({"dtype": "float64"}, "dtype: expected float32, float16 or bfloat16, got float64"),
+        ({"activation": "tanh"}, "activation: expected None, .*got 'tanh'"),
+        ({"M": -1}, "M: expected 0 or more, got -1"),
+        ({"N": -1}, "N must fit in 31 bits, got -1"),
+        ({"sms": 0}, "sms: expected 1 or more, got 0"),
+    ],
+)
+def test_no_kernel_is_told_of_what_no_product_has(changed: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {"M": 8, "N": 64, "K": 256} | changed
+    with pytest.raises(ValueError, match=f"^{message}"):
+        choice_of(**arguments)
+
+
+@pytest.mark.parametrize(
     ("M", "options", "path"),
     [
         (1, {}, "stream"),

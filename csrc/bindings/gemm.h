@@ -134,10 +134,10 @@ inline ScaleLayout scale_layout_of(const Tensor& scale, std::int64_t N, std::int
   return ScaleLayout::kBlock;
 }
 
-inline DType named_dtype(const std::string& name) {
+inline DType named_dtype(const std::string& name, const char* argument = "out_dtype") {
   if (name == "float32") return DType::kFloat32;
   if (name == "float16") return DType::kFloat16;
-  check(name == "bfloat16", "out_dtype: expected float32, float16 or bfloat16, got ", name);
+  check(name == "bfloat16", argument, ": expected float32, float16 or bfloat16, got ", name);
   return DType::kBFloat16;
 }
 

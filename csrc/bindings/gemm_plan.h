@@ -7,9 +7,8 @@
 namespace ridgeline::bindings {
 
 /// How CUDA would multiply, as text, without a GPU. `format` is "dense", "int4" (in groups of 128)
-/// or "fp8", "fp8_blocks" with scales of blocks, or "int4_fp8" or "fp8_fp8" for x of fp8, or "int8";
-/// rows are taken to be aligned.
-/// `sms`: of the GPU.
+/// or "fp8", "fp8_blocks" with scales of blocks, or "int4_fp8" or "fp8_fp8" for x of fp8, or
+/// "int8"; rows are taken to be aligned. `sms`: of the GPU.
 inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                              const std::string& dtype, const std::string& format,
                              const std::string& activation, bool library, bool batch_invariant,
@@ -19,10 +18,12 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
   const bool known = format == "fp8" || format == "fp8_blocks" || format == "fp8_fp8";
   check(int4 || known || int8 || format == "dense", "format: expected 'dense', 'int4', ",
         "'int4_fp8', 'int8', 'fp8', 'fp8_blocks' or 'fp8_fp8', got '", format, "'");
+  check(M >= 0, "M: expected 0 or more, got ", M);
+  check(sms > 0, "sms: expected 1 or more, got ", sms);
   const gemm_config::Shape shape{.M = M,
                                  .N = checked_int32(N, "N"),
                                  .K = checked_int32(K, "K"),
-                                 .dtype = named_dtype(dtype),
+                                 .dtype = named_dtype(dtype, "dtype"),
                                  .format = int4   ? WeightFormat::kInt4
                                            : fp8  ? WeightFormat::kFp8
                                            : int8 ? WeightFormat::kInt8
@@ -36,7 +37,7 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                  .whole_vectors = true,
                                  .byte_x = int8 || format == "fp8_fp8" || format == "int4_fp8",
                                  .codes_x = format.ends_with("_fp8"),
-                                 .bfloat_x = named_dtype(dtype) == DType::kBFloat16 &&
+                                 .bfloat_x = named_dtype(dtype, "dtype") == DType::kBFloat16 &&
                                              !format.ends_with("_fp8") && !int8,
                                  .scales_products = (fp8 && format != "fp8_blocks") || int8,
                                  .library = library,
@@ -44,7 +45,7 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                  .chained = weights_ready,
                                  .normalizes = norm,
                                  .gates_alone = format == "fp8_fp8" && activation == "silu_mul" &&
-                                                named_dtype(dtype) == DType::kBFloat16,
+                                                named_dtype(dtype, "dtype") == DType::kBFloat16,
                                  .sms = checked_int32(sms, "sms")};
   return gemm_config::to_text(gemm_config::choose(shape));
 }
