@@ -18,12 +18,13 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
   const bool known = format == "fp8" || format == "fp8_blocks" || format == "fp8_fp8";
   check(int4 || known || int8 || format == "dense", "format: expected 'dense', 'int4', ",
         "'int4_fp8', 'int8', 'fp8', 'fp8_blocks' or 'fp8_fp8', got '", format, "'");
+  const DType type = named_dtype(dtype, "dtype");
   check(M >= 0, "M: expected 0 or more, got ", M);
   check(sms > 0, "sms: expected 1 or more, got ", sms);
   const gemm_config::Shape shape{.M = M,
                                  .N = checked_int32(N, "N"),
                                  .K = checked_int32(K, "K"),
-                                 .dtype = named_dtype(dtype, "dtype"),
+                                 .dtype = type,
                                  .format = int4   ? WeightFormat::kInt4
                                            : fp8  ? WeightFormat::kFp8
                                            : int8 ? WeightFormat::kInt8
@@ -37,7 +38,7 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                  .whole_vectors = true,
                                  .byte_x = int8 || format == "fp8_fp8" || format == "int4_fp8",
                                  .codes_x = format.ends_with("_fp8"),
-                                 .bfloat_x = named_dtype(dtype, "dtype") == DType::kBFloat16 &&
+                                 .bfloat_x = type == DType::kBFloat16 &&
                                              !format.ends_with("_fp8") && !int8,
                                  .scales_products = (fp8 && format != "fp8_blocks") || int8,
                                  .library = library,
@@ -45,7 +46,7 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                  .chained = weights_ready,
                                  .normalizes = norm,
                                  .gates_alone = format == "fp8_fp8" && activation == "silu_mul" &&
-                                                named_dtype(dtype, "dtype") == DType::kBFloat16,
+                                                type == DType::kBFloat16,
                                  .sms = checked_int32(sms, "sms")};
   return gemm_config::to_text(gemm_config::choose(shape));
 }

@@ -9,8 +9,8 @@
 namespace ridgeline::gemm_cluster {
 
 /// Those of all steps of K and of all weight rows that a block has, for blocks that have an SM:
-/// [box of the tile][block of rows][step] in shared memory. Others read them a stage ahead. H200, us
-/// alone, so and held: 16 and 32 rows of 5120 x 13824 24.4 and 22.1, 23.7 and 22.0; 32 and 64 of
+/// [box of the tile][block of rows][step] in shared memory. Others read them a stage ahead. H200,
+/// us alone, so and held: 16 and 32 rows of 5120 x 13824 24.4 and 22.1, 23.7 and 22.0; 32 and 64 of
 /// 14336 x 4096 18.9 and 17.7, 21.6 and 20.7; but of 4096 x 6144 by 16 rows, where blocks share an
 /// SM, 10.4 and 10.8.
 struct HeldScales {
