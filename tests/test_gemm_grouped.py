@@ -300,12 +300,60 @@ def test_last_blocks_of_scales_are_parts(
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("N", "gated"),
-    [(400, False), (512, True), pytest.param(256, True, marks=pytest.mark.sanitize)],
+    [(400, False), (512, True), (768, True), pytest.param(256, True, marks=pytest.mark.sanitize)],
 )
 @pytest.mark.parametrize("K", [1040, pytest.param(784, marks=pytest.mark.sanitize), 112])
-def test_scales_of_columns_and_of_blocks(N: int, K: int, gated: bool, device: str) -> None:
-    """Tiles of one piece of rows to four; stages fewer than scales that come together, and more."""
-    check("fp8_fp8_blocks", [300, 0, 30, 1, 70, 140], N, K, gated, device)
+@pytest.mark.parametrize(  # rows are put in order ahead, or, of the last, meanwhile
+    "counts", [[300, 0, 30, 1, 70, 140], [64, 0, 9, 1, 16, 17], [513, 0, 300]]
+)
+def test_scales_of_columns_and_of_blocks(
+    counts: list[int], N: int, K: int, gated: bool, device: str
+) -> None:
+    """Tiles of one piece of 64 rows or two, of which the second is a part; stages fewer than a ring
+    has, and more."""
+    check("fp8_fp8_blocks", counts, N, K, gated, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_scales_of_columns_with_bias(
+    dtype: torch.dtype, activation: str | None, device: str
+) -> None:
+    """Values that are not finite stay in their rows; the others' bits are as without them."""
+    counts, N, K = [150, 3, 64, 0, 81], 768, 400
+    experts, M = len(counts), sum(counts)
+    draw = torch.Generator().manual_seed(1)
+    weight = (torch.randn(experts * N, K, generator=draw) / K**0.5).to(device, torch.bfloat16)
+    codes, scale = blocks_of(weight, experts)
+    codes = codes.view(experts, N, K)
+    bias = torch.randn(experts, N, generator=draw).to(device, dtype)
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+    x, x_scale = ops.quantize_fp8(torch.randn(M, K, generator=draw).to(device, dtype), "group")
+
+    def product() -> torch.Tensor:
+        return ops.grouped_fp8_linear(
+            x, codes, scale, offsets, x_scale=x_scale, bias=bias, out_dtype=dtype,
+            activation=activation,
+        )  # fmt: skip
+
+    out = product()
+    dense = codes.double() * expanded(scale, N, K).double()
+    meant = x.double() * x_scale.double().repeat_interleave(128, 1)[:, :K]
+    expert = torch.arange(experts).repeat_interleave(torch.tensor(counts)).to(device)
+    sums = torch.einsum("mk,mnk->mn", meant, dense[expert]) + bias.double()[expert]
+    if activation:
+        gate, up = sums.chunk(2, dim=-1)
+        sums = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(out.double(), sums, rtol=1e-2, atol=1e-2)
+
+    bad = torch.tensor([0, 149, 151, 160, M - 1], device=device)
+    x[bad[0], K - 1], x_scale[bad[1], 3] = torch.nan, torch.inf
+    x_scale[bad[2:], 0] = torch.nan
+    broken, kept = product(), torch.ones(M, dtype=torch.bool, device=device)
+    kept[bad] = False
+    assert torch.equal(broken[kept], out[kept])
+    assert not broken[bad].isfinite().any()
 
 
 @pytest.mark.parametrize("device", DEVICES)

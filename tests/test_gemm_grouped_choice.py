@@ -53,7 +53,7 @@ def test_gates_and_ups_have_whole_strips_each() -> None:
         ("fp8", {"dtype": "float16"}, 20, "few", "some"),
         ("fp8_blocks", {"dtype": "float16"}, 80, "some", "many"),
         ("fp8", {}, 160, "terms", "many"),
-        ("fp8_fp8_blocks", {}, 20, "terms", "many"),
+        ("fp8_fp8_blocks", {}, 4, "strips", "many"),
         ("int4", {}, 80, "some", "many"),
     ],
 )
@@ -80,15 +80,15 @@ def test_other_gpus_and_activations_meet_tiles_of_mma(format: str) -> None:
 @pytest.mark.parametrize(
     ("M", "N", "options", "scales_groups"),
     [
-        (21 * 128, 1536, {}, 1),
-        (20 * 128, 1536, {}, 0),
-        (21 * 128, 1536, {"dtype": "float16"}, 1),
-        (21 * 128, 1552, {}, 1),
-        (21 * 128, 1536, {"activation": "silu_mul"}, 1),
-        (21 * 128, 1600, {"activation": "silu_mul"}, 0),  # ups of a tile in two blocks
-        (21 * 128, 1536, {"activation": "gelu"}, 0),
-        (21 * 128, 1536, {"invariant": True}, 0),
-        (21 * 128, 1536, {"hopper": False}, 0),
+        (5 * 128, 1536, {}, 1),
+        (4 * 128, 1536, {}, 0),
+        (5 * 128, 1536, {"dtype": "float16"}, 1),
+        (5 * 128, 1552, {}, 1),
+        (5 * 128, 1536, {"activation": "silu_mul"}, 1),
+        (5 * 128, 1664, {"activation": "silu_mul"}, 0),  # ups of a tile in two blocks
+        (5 * 128, 1536, {"activation": "gelu"}, 0),
+        (5 * 128, 1536, {"invariant": True}, 0),
+        (5 * 128, 1536, {"hopper": False}, 0),
     ],
 )
 def test_rows_with_scales_of_columns_are_multiplied_as_they_are(
@@ -102,15 +102,23 @@ def test_rows_with_scales_of_columns_are_multiplied_as_they_are(
 
 
 @pytest.mark.parametrize("gathered", [False, True])
-def test_scales_of_columns_leave_rows_to_a_kernel_ahead(gathered: bool) -> None:
-    """Whose warp would put them in order brings the scales; and tiles are no taller than 256."""
-    choices = [
+def test_tiles_by_scales_of_columns_have_128_rows(gathered: bool) -> None:
+    """Of which 64 are multiplied at a time: by scales of rows tiles have twice as many, or 272."""
+    many = [
         choice_of_experts(256 * EXPERTS, EXPERTS, 1536, 2048, format, gathered=gathered)
         for format in ("fp8_fp8", "fp8_fp8_blocks")
     ]
-    assert [choice["most_rows"] for choice in choices] == [256 if gathered else 272, 256]
-    assert choices[1]["x"] == ("gathered" if gathered else "in_place")
-    assert choices[0]["x"] == ("meanwhile" if gathered else "in_place")
+    assert [choice["most_rows"] for choice in many] == [256 if gathered else 272, 128]
+    assert [choice["tile_cols"] for choice in many] == [128, 256]
+    assert {choice["x"] for choice in many} == {"meanwhile" if gathered else "in_place"}
+    for rows, tile in ((32, 64), (33, 128), (255, 128)):
+        choice = choice_of_experts(
+            rows * EXPERTS, EXPERTS, 1536, 2048, "fp8_fp8_blocks", gathered=gathered
+        )
+        assert choice["tile_rows"] == tile
+        assert choice["x"] == ("gathered" if gathered else "in_place")
+    for rows, tile in ((64, 64), (65, 128)):
+        assert choice_of_experts(rows, 1, 1536, 2048, "fp8_fp8_blocks")["tile_rows"] == tile
 
 
 @pytest.mark.parametrize(("mean", "rows", "cols"), [(32, 32, 64), (64, 64, 128), (65, 128, 128)])
@@ -211,7 +219,6 @@ def test_few_gathered_rows_stay_where_they_are() -> None:
         (256, "fp8_fp8", {}, 272),
         (400, "fp8_fp8", {}, 256),  # two tiles either way
         (512, "fp8_fp8", {"gathered": True}, 256),
-        (512, "fp8_fp8_blocks", {}, 256),
         (512, "dense", {}, 256),
         (40, "dense", {}, 128),
     ],

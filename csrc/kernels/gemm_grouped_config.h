@@ -28,7 +28,7 @@ constexpr std::int64_t kFewRows = 20;
 constexpr std::int64_t kMostSomeRows = 80;
 
 /// Rows of e4m3 an expert, at most, that are expanded where columns of K have scales.
-constexpr std::int64_t kMostRowsInGroups = 20;
+constexpr std::int64_t kMostRowsInGroups = 4;
 
 /// Rows an expert that may be split into terms.
 constexpr std::int64_t kFewestTermRows = 4, kMostTermRows = 160;
@@ -48,14 +48,14 @@ constexpr bool runs_on_wgmma(const Shape& shape) {
 
 /// Whether rows of e4m3 with a scale for each 128 columns meet scales of blocks as they are: where
 /// a tile's gates lie in one block, and its ups. Few rows are expanded, since their kernels take
-/// one scale for a row; a row's bits are others so. H200, lab, us, expanded and so: 256 and 1024
-/// tokens of top 2 in 8 experts of 4096 x 28672 304 and 272, 1100 and 820; 512, 1024, 4096 and 8192
-/// of top 8 in 128 of 2048 x 1536 140 and 117, 154 and 132, 544 and 371, 935 and 655; 1024 and 8192
-/// of 768 x 2048 93 and 81, 486 and 332.
+/// one scale for a row; a row's bits are others so. H200, lab, us, expanded and so: 16, 32 and 64
+/// tokens of top 2 in 8 experts of 4096 x 28672 224 and 226, 260 and 228, 259 and 232; 64, 128 and
+/// 256 of top 8 in 128 of 2048 x 1536 102 and 105, 119 and 107, 125 and 109; 128 and 256 of 768 x
+/// 2048 60.5 and 58.7, 64.1 and 59.5.
 constexpr bool scales_groups(const Shape& shape) {
   return shape.x_dtype == DType::kFloat8E4M3 && shape.scale_layout == ScaleLayout::kBlock &&
          shape.x_group == kScaleBlock && !shape.batch_invariant && runs_on_wgmma(shape) &&
-         (!is_gated(shape.activation) || shape.N % kScaleBlock == 0) &&
+         (!is_gated(shape.activation) || shape.N % (2 * kScaleBlock) == 0) &&
          mean_rows(shape) > kMostRowsInGroups;
 }
 
@@ -120,8 +120,7 @@ constexpr bool is_ordered(const Shape& shape) {
 /// 1536: fp8 by fp8 466 and 439, bf16 822 and 763, int4 810 and 756; 4096 tokens 274 and 265, 505
 /// and 481, 516 and 502; but 1024 123 and 133.
 constexpr bool gathers_inside(const Shape& shape) {
-  return shape.gathers && is_ordered(shape) && shape.N <= kMostGatheringRows &&
-         !scales_groups(shape);  // who puts rows in order brings scales there
+  return shape.gathers && is_ordered(shape) && shape.N <= kMostGatheringRows;
 }
 
 /// Whether many experts have a tile less of e4m3 by e4m3 if tiles are a little taller: those of
@@ -148,6 +147,12 @@ constexpr int row_tile_for(const Shape& shape, int columns, int most) {
   const bool few_tiles = columns * shape.experts < 4 * shape.sms;
   if (few_tiles && mean < 2 * kManyRows) most = 192;
   return 2 * rows < kManyRows ? std::min(round_up(2 * rows, kPieceRows), most) : most;
+}
+
+/// The same by scales of 128 columns, where 64 rows are multiplied at a time.
+constexpr int group_row_tile(const Shape& shape) {
+  const std::int64_t most = shape.experts == 1 ? shape.M : 2 * mean_rows(shape);
+  return most <= kPieceRows ? kPieceRows : kGroupRows;
 }
 
 /// Tiles by mma.sync, of about as many rows as experts have; few rows take narrow blocks, which
@@ -207,18 +212,23 @@ inline Choice tiles_of_terms(const Shape& shape) {
 }
 
 inline Choice tiles_of_many(const Shape& shape) {
-  constexpr int kCols = 128;
-  const bool cut = shape.segments > 1;
-  const int most = cut ? kSegmentRows : has_tall_tiles(shape) ? kTallRows : kManyRows;
+  const bool cut = shape.segments > 1, groups = scales_groups(shape);
+  const int cols = groups ? kGroupCols : 128;
+  const int most = groups                  ? kGroupRows
+                   : cut                   ? kSegmentRows
+                   : has_tall_tiles(shape) ? kTallRows
+                                           : kManyRows;
   return {.path = Path::kMany,
           .x = gathers_inside(shape) ? RowsOfX::kMeanwhile
                : shape.gathers       ? RowsOfX::kGathered
                                      : RowsOfX::kInPlace,
           .most_rows = most,
-          .tile_rows = cut ? most : row_tile_for(shape, ceil_div(shape.N, kCols), most),
-          .tile_cols = kCols,
+          .tile_rows = groups ? group_row_tile(shape)
+                       : cut  ? most
+                              : row_tile_for(shape, ceil_div(shape.N, cols), most),
+          .tile_cols = cols,
           .ordered = is_ordered(shape),
-          .scales_groups = scales_groups(shape)};
+          .scales_groups = groups};
 }
 
 /// Requires: a row of y at least, and not more than 1023 experts.

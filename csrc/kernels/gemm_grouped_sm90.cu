@@ -3,6 +3,7 @@
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
 #include "kernels/gemm_grouped_sm90_consume.cuh"
+#include "kernels/gemm_grouped_sm90_groups.cuh"
 #include "kernels/gemm_grouped_sm90_maps.cuh"
 #include "kernels/gemm_grouped_sm90_produce.cuh"
 
@@ -55,8 +56,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       if (warp == kPlanner) return plan<Tile>(launch, shared);
     if constexpr (Tile::kInOrder)
       if (warp == kGatherer && launch.gather.claims) return gather<Tile>(launch, shared);
-    if constexpr (Tile::kGroups)
-      if (warp % 2 == kFirstBringer) return bring_scales<Tile>(launch, shared, warp / 2);
     produce<Tile>(launch, shared, first, thread);
   } else {
     if constexpr (Tile::kConsumers > 1) ptx::take_registers<Tile::kManyRegisters>();
@@ -68,7 +67,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     clear_rows<Tile>(launch, shared);
     if constexpr (Tile::kInOrder)
       if (launch.gather.claims) gather_first<Tile>(launch, shared);
-    if constexpr (Tile::kPlanned) {
+    if constexpr (Tile::kGroups) {
+      consume_groups<Tile>(launch, shared);
+    } else if constexpr (Tile::kPlanned) {
       consume_planned<Tile>(launch, shared);
     } else {
       consume<Tile>(launch, shared);
@@ -176,9 +177,9 @@ template <class T, WeightFormat kFormat, int kRows, Int4As kAs, bool kBlocks = f
 void launch_some_of(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   if constexpr (kFormat == WeightFormat::kInt4)
     if (is_gated(params.gemm.activation))
-      return launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, true}>>(params, choice,
+      return launch_tiles<Tile<T, T, kFormat, 4, kRows, Way{kAs, true}>>(params, choice,
                                                                              stream);
-  launch_tiles<Tile<T, T, kFormat, 4, kRows, Int4Way{kAs, false}, kBlocks>>(params, choice, stream);
+  launch_tiles<Tile<T, T, kFormat, 4, kRows, Way{kAs, false}, kBlocks>>(params, choice, stream);
 }
 
 /// Int4 of groups of 128 columns.
@@ -218,7 +219,7 @@ void launch_x(const GroupedGemmParams& params, const Choice& choice, Stream stre
   if constexpr (kFormat != WeightFormat::kInt4)
     if (choice.path == Path::kFew) {
       constexpr int kGroups = few_cols(kFormat, sizeof(X) == 1) / kWarpgroupRows;
-      return launch_tiles<Tile<T, X, kFormat, kGroups, 32, Int4Way{}, kBlocks>>(params, choice,
+      return launch_tiles<Tile<T, X, kFormat, kGroups, 32, Way{}, kBlocks>>(params, choice,
                                                                                 stream);
     }
   if constexpr (kFormat == WeightFormat::kDense)
@@ -227,14 +228,14 @@ void launch_x(const GroupedGemmParams& params, const Choice& choice, Stream stre
   if constexpr (sizeof(X) == 1)
     if (choice.most_rows == kTallRows)
       return launch_tiles<Tile<T, X, kFormat, 2, kTallRows>>(params, choice, stream);
-  launch_tiles<Tile<T, X, kFormat, 2, kManyRows, Int4Way{}, kBlocks>>(params, choice, stream);
+  launch_tiles<Tile<T, X, kFormat, 2, kManyRows, Way{}, kBlocks>>(params, choice, stream);
 }
 
 template <bool kBlocks>
 void launch_terms(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const auto launch = [&](auto rows) {
     launch_tiles<Tile<__nv_bfloat16, std::uint8_t, WeightFormat::kFp8, 4, decltype(rows)::value,
-                      Int4Way{}, kBlocks>>(params, choice, stream);
+                      Way{}, kBlocks>>(params, choice, stream);
   };
   switch (choice.most_rows) {
     case 32: return launch(std::integral_constant<int, 32>{});
@@ -263,6 +264,13 @@ void split_and_launch_terms(const GroupedGemmParams& params, const Choice& choic
                                                : launch_terms<false>(terms, choice, stream);
 }
 
+/// Rows of e4m3 with a scale for each 128 columns.
+template <class T, bool kGated>
+void launch_by_groups(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
+  launch_tiles<Tile<T, std::uint8_t, WeightFormat::kFp8, 2, kGroupRows, Way{Int4As::kAny, kGated},
+                    true>>(params, choice, stream);
+}
+
 template <class T>
 void launch_format(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const bool fp8_x = params.gemm.x.dtype == DType::kFloat8E4M3;
@@ -271,9 +279,9 @@ void launch_format(const GroupedGemmParams& params, const Choice& choice, Stream
     case WeightFormat::kInt4: return launch_x<T, T, WeightFormat::kInt4>(params, choice, stream);
     case WeightFormat::kFp8:
       if (choice.scales_groups)
-        return launch_tiles<
-            Tile<T, std::uint8_t, WeightFormat::kFp8, 2, kManyRows, Int4Way{}, true>>(
-            params, choice, stream);
+        return is_gated(params.gemm.activation)
+                   ? launch_by_groups<T, true>(params, choice, stream)
+                   : launch_by_groups<T, false>(params, choice, stream);
       if (fp8_x) return launch_x<T, std::uint8_t, WeightFormat::kFp8>(params, choice, stream);
       if (params.gemm.weight.scale_layout == ScaleLayout::kBlock)
         return launch_x<T, T, WeightFormat::kFp8, true>(params, choice, stream);

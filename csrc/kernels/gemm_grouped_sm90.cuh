@@ -27,8 +27,9 @@ constexpr bool expands(WeightFormat format) {
   return expands(format, sizeof(X) == 1);
 }
 
-/// How int4 meets some rows of x.
-struct Int4Way {
+/// What a kernel of its own knows: how int4 meets some rows of x, and whether they and those with a
+/// scale for each 128 columns meet gates and their ups.
+struct Way {
   Int4As as = Int4As::kAny;
   bool gated = false;
 };
@@ -37,7 +38,7 @@ struct Int4Way {
 /// of some four, of many two. X: T, or std::uint8_t, which stands for e4m3, some rows of which are
 /// bfloat16 in two terms. kBlocks_: whether scales of fp8 are of blocks.
 template <class T_, class X_, WeightFormat kFormat_, int kConsumers_, int kRows_,
-          Int4Way kWay_ = Int4Way{}, bool kBlocks_ = false>
+          Way kWay_ = Way{}, bool kBlocks_ = false>
 struct Tile {
   using T = T_;
   using X = X_;
@@ -45,7 +46,7 @@ struct Tile {
   static constexpr WeightFormat kFormat = kFormat_;
   static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
   static constexpr bool kExpands = expands<X>(kFormat);
-  static constexpr Int4Way kWay = kWay_;
+  static constexpr Way kWay = kWay_;
   static constexpr bool kBlocks = kBlocks_;
   static constexpr int kConsumers = kConsumers_, kRows = kRows_;
   static constexpr bool kSome = kConsumers == 4;
@@ -61,7 +62,8 @@ struct Tile {
   static constexpr bool kCopies = !kInOrder && !kSome;
   static constexpr int kPiece = kInOrder ? 64 : 32;  // rows whose sums lie together
   static constexpr int kLines = kSome ? 16 : kPiece;  // of shared memory on the way to y
-  // Whether rows of e4m3 have a scale for each 128 columns: else they have one.
+  // Whether rows of e4m3 have a scale for each 128 columns: else they have one. Then they are the
+  // operand of 64 rows, and weight rows that of many.
   static constexpr bool kGroups = kFp8X && kBlocks && kInOrder;
   static constexpr bool kScalesRows = kFp8X && !kGroups;
   static constexpr int kScales = kScalesRows ? round_up(kRows, kPiece) : 1;  // of rows of x
@@ -83,10 +85,11 @@ struct Tile {
   static constexpr int kDepth = kBoxes * kBoxDepth;                          // of a stage
   // Of int4: one for 32 columns, or for the 128 that some rows meet as differences.
   static constexpr int kScaleSets = kBoxes == 4 ? 2 : 2 * kBoxes;
-  static constexpr int kCols = kConsumers * kWarpgroupRows;
+  static constexpr int kCols = kGroups ? kGroupCols : kConsumers * kWarpgroupRows;
+  static constexpr int kParts = kGroups ? kCols / kScaleBlock : 1;  // products are made in
   static constexpr int kMultipliers = kConsumers * kWarpgroup;  // threads
   // Arrivals that give a stage back: of warps, where each reads for itself.
-  static constexpr int kReleases = kSome || kGroups ? 4 * kConsumers : kConsumers;
+  static constexpr int kReleases = kSome ? 4 * kConsumers : kConsumers;
   static constexpr int kProducers = kWarpgroup;
   // Threads that request a stage where no row is copied: one, or one the weight and its scales and
   // one x. Where lane 0 requested the weight and box after box of x, and another the scales, int4
@@ -99,14 +102,14 @@ struct Tile {
   // Whether, behind a kernel that puts rows in order, only those who request x wait for it.
   static constexpr bool kStartsEarly = kAskers == 2;
   // Arrivals that fill a stage.
-  static constexpr int kFills = kCopies ? 1 + device::kWarpSize : kGroups ? 3 : kAskers;
+  static constexpr int kFills = kCopies ? 1 + device::kWarpSize : kAskers;
   static constexpr int kThreads = kMultipliers + kProducers;
   static constexpr int kBlocksPerSm = kRows <= 32 && !kSome ? 2 : 1;
   // Twice the sums are kept: of a segment of K, and of those before it.
   static constexpr bool kSegments = kFormat == WeightFormat::kDense && kRows == kSegmentRows;
   // A thread's, of producers and of consumers, where there are several warpgroups of those.
-  static constexpr int kFewRegisters = kSome ? 32 : kBlocksPerSm == 2 ? 48 : kGroups ? 56 : 40;
-  static constexpr int kManyRegisters = kSome ? 112 : kBlocksPerSm == 2 ? 96 : kGroups ? 224 : 232;
+  static constexpr int kFewRegisters = kSome ? 32 : kBlocksPerSm == 2 ? 48 : 40;
+  static constexpr int kManyRegisters = kSome ? 112 : kBlocksPerSm == 2 ? 96 : 232;
   static constexpr int kWeightBytes =
       kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
   // Whether those who request find their first tile by themselves: expansion has no registers left,
@@ -119,7 +122,6 @@ struct Tile {
   static constexpr int kScaleBytes = 4 * kCols;  // of a set of int4, whole powers of two
 };
 
-constexpr int kScalesOfWeight = 4;  // two, in whole vectors
 constexpr int kTurns = kWarpgroup / device::kWarpSize;  // warps that bring stages by turns
 constexpr int kMaxStages = 16;
 constexpr int kStagesOfTwo = 8;  // of each of two blocks on an SM, in rings that are shaped
@@ -128,9 +130,7 @@ constexpr int kStagesOfTwo = 8;  // of each of two blocks on an SM, in rings tha
 template <class Tile>
 constexpr int stage_bytes_of(int rows, int sets) {
   return round_up(Tile::kBoxesOfX * rows * kRowBytes + Tile::kWeightBytes +
-                      (Tile::kInt4     ? sets * Tile::kScaleBytes
-                       : Tile::kGroups ? (rows + kScalesOfWeight) * static_cast<int>(sizeof(float))
-                                       : 0),
+                      (Tile::kInt4 ? sets * Tile::kScaleBytes : 0),
                   1024);
 }
 
@@ -179,11 +179,13 @@ struct Item {
   int expert, row0, rows, column;
 };
 
-/// What a warp has ready for those who multiply: items, two by turns, and factors of their rows.
+/// What a warp has ready for those who multiply: items, two by turns, and factors of their rows, or
+/// which rows of x theirs are.
 template <class Tile>
 struct Planned {
   Item items[2];  // without rows: the last
-  Column columns[2][Tile::kCols];
+  Column columns[2][Tile::kGroups ? 1 : Tile::kCols];
+  std::int32_t x_rows[2][Tile::kGroups ? Tile::kRows : 1];
   std::uint64_t full[2], free[2], gathered[kMostSlots];
 };
 struct NotPlanned {};
@@ -201,7 +203,7 @@ struct Shared {
   alignas(1024) std::uint8_t ring[];
 };
 
-/// A stage: x, the weight, and int4's scales and zero points, or scales of its columns.
+/// A stage: x, the weight, and int4's scales and zero points.
 template <class Tile>
 struct Stage {
   struct Scales {  // of 32 columns of K, of 128, or of all
@@ -224,11 +226,6 @@ struct Stage {
   __device__ __forceinline__ Scales& scales(int set) const {
     return reinterpret_cast<Scales*>(weight() + Tile::kWeightBytes)[set];
   }
-  /// Where columns of K have scales: of the tile's gates and ups, and of rows of x.
-  __device__ __forceinline__ float* weight_scales() const {
-    return reinterpret_cast<float*>(weight() + Tile::kWeightBytes);
-  }
-  __device__ __forceinline__ float* x_scales() const { return weight_scales() + kScalesOfWeight; }
 };
 
 /// Which stage comes next, and the parity of its use.

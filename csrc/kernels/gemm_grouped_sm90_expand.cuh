@@ -158,6 +158,18 @@ struct Weights {
 };
 
 template <class Tile>
-using Sums = float[ceil_div(Tile::kRows, Tile::kPiece)][Tile::kPiece / 8][4];
+using Sums = std::conditional_t<
+    Tile::kGroups, float[Tile::kParts][Tile::kCols / Tile::kParts / 8][4],
+    float[ceil_div(Tile::kRows, Tile::kPiece)][Tile::kPiece / 8][4]>;
+
+template <class Tile>
+__device__ __forceinline__ void clear(Sums<Tile>& sums) {
+#pragma unroll
+  for (auto& piece : sums)
+#pragma unroll
+    for (auto& eight : piece)
+#pragma unroll
+      for (float& sum : eight) sum = 0.0f;
+}
 
 }  // namespace ridgeline::gemm_grouped

@@ -1,125 +1,264 @@
 #pragma once
-#include <algorithm>
-
-#include "device/ptx/wgmma_few.cuh"
+#include "device/activation.cuh"
+#include "device/ptx/ldmatrix.cuh"
+#include "device/ptx/warpgroup.cuh"
 #include "device/ptx/wgmma_fp8.cuh"
 #include "kernels/gemm_block_scales.cuh"
-#include "kernels/gemm_grouped_sm90_int4.cuh"
+#include "kernels/gemm_grouped_sm90_expand.cuh"
 #include "kernels/gemm_grouped_sm90_work.cuh"
 
-/// How many rows of e4m3 with a scale for each 128 columns meet weights with scales of blocks:
-/// products of a stage, which are of 128 columns, are added in float32, times both scales.
+/// Rows of e4m3 with a scale for each 128 columns by weights with scales of blocks: products of a
+/// stage, which are of 128 columns, are added in float32, times both scales. Sums lie with rows of
+/// x as rows, so that a thread has two of them, whose scales are in registers. With weight rows as
+/// rows, as other tiles have them, warps read the scales of all rows of x from shared memory, which
+/// took half as long as the products.
 namespace ridgeline::gemm_grouped {
 
-constexpr int kFirstBringer = 1, kBringers = 2;  // warps of the producers: 1 and 3
+/// The share of a tile that a warpgroup multiplies: 64 rows of x by both halves of the weight rows;
+/// or, where the tile has no more rows, all of them by one half.
+struct Share {
+  bool whole;  // both halves
+  int row, part;
 
-/// Two warps bring the scales of a stage's rows of x, and of the tile's gates and ups, or of its
-/// weight rows twice. Each lane has some rows, and of each kAhead stages at a time, which lie
-/// together. H200, lab, us, stage by stage by one warp and so: 1024 and 4096 tokens of top 8 in 128
-/// experts of 2048 x 1536 160 and 145, 690 and 381.
+  __device__ __forceinline__ Share(const Item& item, const Consumer& me)
+      : whole(item.rows > kWarpgroupRows),
+        row(whole ? me.warpgroup * kWarpgroupRows : 0),
+        part(whole ? 0 : me.warpgroup) {}
+};
+
+// ---- Products -----------------------------------------------------------------------------------
+
+/// The scales of 128 columns of K: of this thread's two rows of x, and of the tile's gates and ups,
+/// or of both halves of its weight rows. As in the dense kernel each of the four lanes that share
+/// them requests one, a stage ahead, and has the others of its neighbours.
 template <class Tile>
-__device__ __forceinline__ void bring_scales(const Launch& launch, Shared<Tile>& shared,
-                                              int bringer) {
-  static_assert(Tile::kDepth == kScaleBlock && Tile::kCols == kScaleBlock);
-  constexpr int kAhead = 4, kStep = kBringers * device::kWarpSize, kEach = Tile::kRows / kStep;
-  const GroupedGemmParams& grouped = launch.grouped;
-  const GemmParams& p = grouped.gemm;
-  const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize;
-  const int first = bringer * device::kWarpSize + lane;
-  Ring ring{.stages = launch.stages, .parity = 1};  // the first wait on a fresh barrier passes
-  for_each_item<false>(launch, shared, Plan{}, [&](const Item& item) {
-    // Scales of the weight are in lanes: those of gates in the first kAhead, of ups in the next.
-    const bool gated = is_gated(p.activation);
-    const int n = item.column * (gated ? Tile::kCols / 2 : Tile::kCols);
-    const bool up = gated && lane / kAhead % 2 == 1;
-    const float* of_weight = static_cast<const float*>(p.weight.scales) +
-                             std::int64_t{item.expert} * grouped.stride_scales +
-                             gemm_detail::first_block_scale(p, up ? p.N / 2 + n : n);
-    std::int32_t rows[kEach];  // where their scales begin
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int r = min(first + i * kStep, item.rows - 1);
-      rows[i] = static_cast<std::int32_t>(row_of_x(grouped, item.row0 + r)) * launch.steps;
-    }
-#pragma unroll 1
-    for (int k = 0; k < launch.steps; k += kAhead) {
-      float of_x[kEach][kAhead];
-#pragma unroll
-      for (int i = 0; i < kEach; ++i)
-        if (i * kStep < item.rows)
-#pragma unroll
-          for (int j = 0; j < kAhead; ++j)
-            of_x[i][j] = p.x.scale[rows[i] + min(k + j, launch.steps - 1)];
-      const float by = of_weight[min(k + lane % kAhead, launch.steps - 1)];
-#pragma unroll
-      for (int j = 0; j < kAhead; ++j) {
-        if (k + j >= launch.steps) break;
-        ptx::mbarrier_wait(&shared.free[ring.stage], ring.parity);
-        const Stage<Tile> stage(launch, shared, ring.stage);
-        if (bringer == 0 && lane % kAhead == j && lane < 2 * kAhead)
-          stage.weight_scales()[lane / kAhead] = by;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i)
-          if (i * kStep < item.rows) stage.x_scales()[first + i * kStep] = of_x[i][j];
-        __syncwarp();  // the warp's are there
-        if (lane == 0) ptx::mbarrier_arrive(&shared.full[ring.stage]);
-        ring.next();
-      }
-    }
-  });
-}
+struct GroupScales {
+  const float* from;
+  float next, factor[2][2];
 
-/// Products of a stage with kPart rows of x from row kFirst on, times their scales, added to their
-/// sums. Warpgroups that multiply by turns, each while the other adds, were no faster.
-template <int kFirst, int kPart, int kPieces, int kEights>
-__device__ __forceinline__ void add_products(float (&sums)[kPieces][kEights][4],
-                                             std::uint64_t weight, std::uint64_t x,
-                                             const float2* x_scales, float2 weight_scales) {
-  float products[kPart / 8][4];
-  ptx::wgmma_fence();
-#pragma unroll
-  for (int i = 0; i < kSteps; ++i) {
-    const std::uint64_t a = weight + i * kStepBytes / 16;
-    const std::uint64_t b = x + (kFirst * kRowBytes + i * kStepBytes) / 16;
-    if constexpr (kPart >= 128) {
-      ptx::WgmmaFp8<kPart>::mma(products, a, b, i != 0);
+  __device__ __forceinline__ void start(const Launch& launch, const std::int32_t* x_rows,
+                                        const Item& item, const Consumer& me) {
+    const GroupedGemmParams& grouped = launch.grouped;
+    const GemmParams& p = grouped.gemm;
+    if (me.in_quad < 2) {
+      const int row = Share(item, me).row + me.warp * 16 + me.quad + 8 * me.in_quad;
+      from = p.x.scale + std::int64_t{x_rows[row]} * launch.steps;
     } else {
-      ptx::WgmmaFew<kPart, std::uint8_t>::shared(products, a, b, i != 0);
+      constexpr int kHalf = Tile::kCols / 2;
+      const int second = me.in_quad - 2;
+      const int n = Tile::kWay.gated ? item.column * kHalf + second * (p.N / 2)
+                                     : item.column * Tile::kCols + second * kHalf;
+      from = static_cast<const float*>(p.weight.scales) +
+             std::int64_t{item.expert} * grouped.stride_scales +
+             gemm_detail::first_block_scale(p, n);
     }
+    next = *from;
   }
-  ptx::wgmma_commit();
-  ptx::wgmma_wait<0>();
-  ptx::hold_registers(products);
+
+  /// Factors of the stage that was requested; requests stage k.
+  __device__ __forceinline__ void advance(int k) {
+    float of_x[2], of_weight[2];
 #pragma unroll
-  for (int i = 0; i < kPart / 8; ++i) {
-    const float2 of_x = x_scales[(kFirst + i * 8) / 2];
-    float(&sum)[4] = sums[(kFirst / 8 + i) / kEights][(kFirst / 8 + i) % kEights];
-    sum[0] = fmaf(products[i][0], of_x.x * weight_scales.x, sum[0]);
-    sum[1] = fmaf(products[i][1], of_x.y * weight_scales.x, sum[1]);
-    sum[2] = fmaf(products[i][2], of_x.x * weight_scales.y, sum[2]);
-    sum[3] = fmaf(products[i][3], of_x.y * weight_scales.y, sum[3]);
+    for (int i = 0; i < 2; ++i) {
+      of_x[i] = device::from_quad(next, i);
+      of_weight[i] = device::from_quad(next, 2 + i);
+    }
+#pragma unroll
+    for (int w = 0; w < 2; ++w)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) factor[w][r] = of_x[r] * of_weight[w];
+    next = from[k];
+  }
+
+  /// Of a part's eight i of weight rows and row r of x: every other eight of gated ones are gates.
+  __device__ __forceinline__ float of(int part, int i, int r) const {
+    const int second = Tile::kWay.gated ? i % 2 : part;
+    return second ? factor[1][r] : factor[0][r];
+  }
+};
+
+/// Products of the warpgroup's share, stage by stage. What there is to do beside adding has its
+/// time while a part's products are made, as in the dense kernel: beside those of the first stage
+/// the sums before, which are replaced, go to y: store(part). Without a branch, for which the
+/// compiler would wait for them.
+template <class Tile, bool kWhole, class Store>
+__device__ __forceinline__ void multiply_groups(const Launch& launch, Shared<Tile>& shared,
+                                                Ring& ring, Sums<Tile>& sums,
+                                                GroupScales<Tile>& scales, const Share& share,
+                                                const Consumer& me, Store&& store) {
+  constexpr int kParts = kWhole ? Tile::kParts : 1, kPartCols = Tile::kCols / Tile::kParts;
+  constexpr std::uint32_t kStep = kStepBytes / 16, kPart = kPartCols * kRowBytes / 16;
+  // Of operands the high halves are the same.
+  const Stage<Tile> start(launch, shared, 0);
+  const int row = device::from_lane(share.row, 0);  // in registers that a warp shares
+  const int first_part = kWhole ? 0 : device::from_lane(share.part, 0);
+  const std::uint64_t first =
+      ptx::swizzled_operand(start.x() + row * kRowBytes, 16, 8 * kRowBytes);
+  const auto operand = [&](std::uint32_t low) { return first >> 32 << 32 | low; };
+  const std::uint32_t first_x = static_cast<std::uint32_t>(first);
+  const std::uint32_t to_weight =
+      static_cast<std::uint32_t>(ptx::swizzled_operand(start.weight(), 16, 8 * kRowBytes)) +
+      first_part * kPart - first_x;
+  const std::uint32_t stage_step = launch.stage_bytes / 16;
+  std::uint32_t x = first_x + ring.stage * stage_step;
+  const int last = launch.steps - 1;
+  const bool leads = me.thread == 0;
+  const auto multiply = [&](int k, auto is_first) {
+    const int stage = ring.stage;
+    std::uint32_t next_x;
+    bool here;
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      float products[kPartCols / 8][4];
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i)
+        ptx::WgmmaFp8<kPartCols>::mma(products, operand(x + i * kStep),
+                                      operand(x + to_weight + part * kPart + i * kStep), i != 0);
+      ptx::wgmma_commit();
+      if constexpr (is_first) {
+        store(part);
+        if (!kWhole) store(1);
+      }
+      if (part == 0) scales.advance(min(k + 1, last));
+      if (part == kParts - 1) {
+        ring.next();
+        next_x = ring.stage == 0 ? first_x : x + stage_step;
+        here = ptx::mbarrier_test(&shared.full[ring.stage], ring.parity);
+      }
+      ptx::wgmma_wait<0>();
+      ptx::hold_registers(products);
+      if (part == kParts - 1 && leads) ptx::mbarrier_arrive(&shared.free[stage]);
+#pragma unroll
+      for (int i = 0; i < kPartCols / 8; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float factor = scales.of(first_part + part, i, j / 2);
+          float& sum = sums[part][i][j];
+          sum = is_first ? products[i][j] * factor : fmaf(products[i][j], factor, sum);
+        }
+    }
+    x = next_x;
+    return here;
+  };
+  ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+  bool here = multiply(0, std::true_type{});
+  for (int k = 1; k <= last; ++k) {
+    if (!here) ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+    here = multiply(k, std::false_type{});
   }
 }
 
-/// kN rows of x, up to 128 at a time.
-template <class Tile, int kN>
-__device__ __forceinline__ void multiply_groups(const Launch& launch, Shared<Tile>& shared,
-                                                Ring& ring, Sums<Tile>& sums, const Consumer& me) {
-#pragma unroll 1
-  for (int k = 0; k < launch.steps; ++k, ring.next()) {
-    const Stage<Tile> stage(launch, shared, ring.stage);
-    const std::uint64_t x = ptx::swizzled_operand(stage.x(), 16, 8 * kRowBytes);
-    const std::uint64_t weight = ptx::swizzled_operand(
-        stage.weight() + me.warpgroup * kWarpgroupRows * kRowBytes, 16, 8 * kRowBytes);
-    const auto* x_scales = reinterpret_cast<const float2*>(stage.x_scales()) + me.in_quad;
-    ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
-    const float2 by = *reinterpret_cast<const float2*>(stage.weight_scales());
-    constexpr int kPart = std::min(kN, 128);
-    add_products<0, kPart>(sums, weight, x, x_scales, by);
-    if constexpr (kN > kPart) add_products<kPart, kN - kPart>(sums, weight, x, x_scales, by);
-    __syncwarp();  // all lanes have read the scales
-    if (me.lane == 0) ptx::mbarrier_arrive(&shared.free[ring.stage]);
+// ---- Way to y -----------------------------------------------------------------------------------
+
+/// Adds the bias of an item's weight rows.
+template <class Tile>
+__device__ __forceinline__ void add_bias(const GemmParams& p, const Item& item, Sums<Tile>& sums,
+                                         const Consumer& me) {
+  using T = typename Tile::T;
+  constexpr bool kGated = Tile::kWay.gated;
+  const T* bias = static_cast<const T*>(p.bias) + std::int64_t{item.expert} * p.N;
+  const Share share(item, me);
+#pragma unroll
+  for (int part = 0; part < Tile::kParts; ++part)
+#pragma unroll
+    for (int i = 0; i < kScaleBlock / 8; ++i) {
+      const int of_part = (item.column * Tile::kParts + share.part + part) * kScaleBlock;
+      int n = (kGated ? of_part / 2 + i / 2 * 8 : of_part + i * 8) + me.in_quad * 2;
+      n = min(n, p.out_cols() - 2) + (kGated && i % 2 == 1 ? p.N / 2 : 0);
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        sums[part][i][j] = __fadd_rn(sums[part][i][j], device::to_float(bias[n + j % 2]));
+    }
+}
+
+/// A part of the sums to y: of a warp's 16 rows, by its own box of 64 columns: of gates times their
+/// ups a part has one, else two. No two warps wait for each other. Of an item without rows nothing,
+/// and of one by halves no second part.
+template <class Tile>
+__device__ __forceinline__ void store_part(const Launch& launch, Shared<Tile>& shared,
+                                           const Item& item, const Sums<Tile>& sums, int part,
+                                           const Consumer& me) {
+  using T = typename Tile::T;
+  constexpr bool kGated = Tile::kWay.gated;
+  constexpr int kBoxes = kGated ? 1 : 2, kCount = 4;
+  constexpr int kRowsEach = 16 / kCount;  // of a load of all lanes
+  const GemmParams& p = launch.grouped.gemm;
+  const Share share(item, me);
+  T(*out)[kOutColumns] = &shared.out[me.warpgroup][me.warp * 16];
+  const int first_row = share.row + me.warp * 16;
+  const int matrix = me.lane / 8, row = matrix % 2 * 8 + me.lane % 8;
+  const int of_lane = me.lane / 8, vector = me.lane % 8, out_cols = p.out_cols();
+  const int rows = part == 0 || share.whole ? item.rows - first_row - of_lane : 0;
+  const int first = (item.column * Tile::kParts + share.part + part) * kBoxes * kOutColumns;
+  T* y = static_cast<T*>(p.y) + (std::int64_t{item.row0} + first_row + of_lane) * out_cols +
+         first + vector * 8;
+#pragma unroll
+  for (int box = 0; box < kBoxes; ++box, y += kOutColumns) {
+    __syncwarp();  // the last box has been read
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      std::uint32_t packed[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int eight = i * 2 + j / 2, at = j % 2 * 2;
+        if constexpr (kGated) {
+          const float(&gate)[4] = sums[part][2 * eight];
+          const float(&up)[4] = sums[part][2 * eight + 1];
+          packed[j] = pack<T>(__fmul_rn(device::silu<true>(gate[at]), up[at]),
+                              __fmul_rn(device::silu<true>(gate[at + 1]), up[at + 1]));
+        } else {
+          const float(&of)[4] = sums[part][box * 8 + eight];
+          packed[j] = pack<T>(of[at], of[at + 1]);
+        }
+      }
+      ptx::stmatrix(&out[row][((i * 2 + matrix / 2) ^ (row % 8)) * 8], packed);
+    }
+    __syncwarp();  // the box is whole
+    const bool inside = first + box * kOutColumns + vector * 8 < out_cols;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const int m = of_lane + i * kRowsEach;
+      const uint4 of_row = *reinterpret_cast<const uint4*>(&out[m][(vector ^ (m % 8)) * 8]);
+      if (inside && i * kRowsEach < rows)
+        *reinterpret_cast<uint4*>(y + std::int64_t{i} * kRowsEach * out_cols) = of_row;
+    }
   }
+}
+
+/// The warpgroups that multiply: items that a warp has ready, whose sums go to y beside the first
+/// products of the next.
+template <class Tile>
+__device__ __forceinline__ void consume_groups(const Launch& launch, Shared<Tile>& shared) {
+  const GemmParams& p = launch.grouped.gemm;
+  // The epilogue's addresses are not kept in registers beside products.
+  const auto here = [] { return Consumer(ptx::thread_index() + kWarpgroup); };
+  const Consumer me = here();
+  Ring ring{.stages = launch.stages};
+  auto& planned = shared.planned;
+  GroupScales<Tile> scales;
+  Item before{};
+  Sums<Tile> sums;
+  clear<Tile>(sums);
+  const auto store = [&](int part) {
+    store_part<Tile>(launch, shared, before, sums, part, here());
+  };
+  for (int i = 0;; ++i) {
+    ptx::mbarrier_wait(&planned.full[i % 2], i / 2 % 2);
+    const Item item = planned.items[i % 2];
+    if (item.rows == 0) break;
+    scales.start(launch, planned.x_rows[i % 2], item, here());
+    if (const Share share(item, me); share.whole) {
+      multiply_groups<Tile, true>(launch, shared, ring, sums, scales, share, me, store);
+    } else {
+      multiply_groups<Tile, false>(launch, shared, ring, sums, scales, share, me, store);
+    }
+    ptx::mbarrier_arrive(&planned.free[i % 2]);  // every lane, for what it read
+    if (p.bias) add_bias<Tile>(p, item, sums, here());
+    before = item;
+  }
+  store(0);
+  store(1);
 }
 
 }  // namespace ridgeline::gemm_grouped

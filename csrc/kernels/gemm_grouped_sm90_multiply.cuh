@@ -5,7 +5,6 @@
 #include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_registers.cuh"
 #include "device/ptx/wgmma_shared_wide.cuh"
-#include "kernels/gemm_grouped_sm90_groups.cuh"
 #include "kernels/gemm_grouped_sm90_int4.cuh"
 #include "kernels/gemm_grouped_sm90_terms.cuh"
 
@@ -232,9 +231,7 @@ template <class Tile, int kN>
 __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<Tile>& shared,
                                               Ring& ring, Sums<Tile>& sums, const Item& item,
                                               const Consumer& me) {
-  if constexpr (Tile::kGroups) {
-    multiply_groups<Tile, kN>(launch, shared, ring, sums, me);
-  } else if constexpr (Tile::kFp8X) {
+  if constexpr (Tile::kFp8X) {
     constexpr int kAddEvery = 2;
     int k = 0;
     for (; k + kAddEvery <= launch.steps; k += kAddEvery)
@@ -257,16 +254,6 @@ __device__ __forceinline__ void multiply_whole(const Launch& launch, Shared<Tile
     if (item.rows > kN) return multiply_whole<Tile, kNext>(launch, shared, ring, sums, item, me);
   }
   multiply_tile<Tile, kN>(launch, shared, ring, sums, item, me);
-}
-
-template <class Tile>
-__device__ __forceinline__ void clear(Sums<Tile>& sums) {
-#pragma unroll
-  for (auto& piece : sums)
-#pragma unroll
-    for (auto& eight : piece)
-#pragma unroll
-      for (float& sum : eight) sum = 0.0f;
 }
 
 /// Segments of K as the cluster kernel cuts and adds them, so that bits do not depend on which of

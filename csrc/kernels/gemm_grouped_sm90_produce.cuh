@@ -210,7 +210,11 @@ __device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared)
         ptx::copy_async_4(
             &shared.x_scale[turn % 2][r],
             &p.x.scale[p.x.scale_per_row ? row_of_x(grouped, item.row0 + r) : 0], true);
-    for (int c = lane; c < Tile::kCols; c += device::kWarpSize) {
+    if constexpr (Tile::kGroups)
+      for (int r = lane; r < Tile::kRows; r += device::kWarpSize)
+        planned.x_rows[turn % 2][r] =
+            static_cast<std::int32_t>(row_of_x(grouped, item.row0 + min(r, item.rows - 1)));
+    for (int c = lane; c < (Tile::kGroups ? 0 : Tile::kCols); c += device::kWarpSize) {
       // Gated, every other eight of them are gates and the next their up rows.
       const int plain = item.column * Tile::kCols + c;
       const int n = gated ? plain / 16 * 8 + plain % 8 + (plain % 16 < 8 ? 0 : p.N / 2) : plain;
