@@ -278,7 +278,7 @@ constexpr std::int64_t terms_bytes(std::int64_t M, std::int32_t K) {
 
 /// Behind rows that are put in order meanwhile.
 constexpr std::int64_t claims_count(std::int64_t M, std::int32_t experts) {
-  return M / kPieceRows + experts + 2;
+  return M / kPieceRows + experts + 3;
 }
 
 constexpr std::size_t workspace_bytes(const Shape& shape, const Choice& choice) {

@@ -27,10 +27,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     if constexpr (Tile::kPlanned)
       for (int i = 0; i < 2; ++i) {
         ptx::mbarrier_init(&shared.planned.full[i], 2 * device::kWarpSize);
-        ptx::mbarrier_init(&shared.planned.free[i], Tile::kMultipliers);
+        ptx::mbarrier_init(&shared.planned.free[i],
+                           Tile::kMultipliers + (launch.gather.claims ? Tile::kAskers : 0));
       }
-    if constexpr (Tile::kInOrder)
+    if constexpr (Tile::kInOrder) {
       for (std::uint64_t& barrier : shared.planned.gathered) ptx::mbarrier_init(&barrier, 1);
+      shared.planned.row_tile = 0;
+    }
     ptx::fence_mbarrier_init();
   }
   if (threadIdx.x == Tile::kThreads - 1) {
@@ -103,14 +106,11 @@ std::int64_t shape_ring(Launch& launch) {
   const int tables = round_up(static_cast<int>(table_bytes<Tile>(launch.grouped)), 16);
   const auto fixed = static_cast<int>(sizeof(Shared<Tile>)) + tables;
   const int left = (alone ? 227 : 113) * 1024 - fixed;
-  const int slots = launch.gather.claims ? kFewestSlots : 0;
   launch.stages = std::min(alone ? kMaxStages : kStagesOfTwo,
-                           (left - slots * kUnitBytes) / launch.stage_bytes);
+                           (left - launch.gather.slots_bytes()) / launch.stage_bytes);
   check(launch.stages >= 2, "grouped_linear: a ring of ", launch.stages, " stages");
   launch.ring_bytes = launch.stages * launch.stage_bytes;
   launch.gather.slots_at = launch.ring_bytes + tables;
-  if (slots > 0)
-    launch.gather.slots = std::min(kMostSlots, (left - launch.ring_bytes) / kUnitBytes);
   return std::min<std::int64_t>(most, sms * Tile::kBlocksPerSm);
 }
 
@@ -133,6 +133,10 @@ void launch_tiles(const GroupedGemmParams& params, const Choice& choice, Stream 
                      .to = reinterpret_cast<uint4*>(to),
                      .vectors = p.K / kElements,
                      .stride = checked_int32(p.x.stride_row / kElements, "x: columns")};
+    const int tile_bytes = launch.row_tile * p.K * static_cast<int>(sizeof(typename Tile::X));
+    launch.gather.ahead = ceil_div(kMostAhead, tile_bytes);
+    launch.gather.unit_bytes = std::min(launch.gather.vectors, kUnitVectors) * kVector;
+    launch.gather.slots = std::min(kMostSlots, kSlotsBytes / launch.gather.unit_bytes);
     launch.gather.parts = ceil_div(launch.gather.vectors, kUnitVectors);
     launch_clear(launch.gather.claims, claims_count(p.M, params.experts), stream);
   } else if (choice.x == RowsOfX::kGathered || choice.x == RowsOfX::kWithSums) {
@@ -169,8 +173,8 @@ void launch_tiles(const GroupedGemmParams& params, const Choice& choice, Stream 
         launch.row_tile - kManyRows, Tile::kBoxDepth, true);
   device::launch_chained<grouped_sm90_kernel<Tile>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads),
-      sizeof(Shared<Tile>) + launch.gather.slots_at + launch.gather.slots * kUnitBytes, stream,
-      launch, "grouped_linear");
+      sizeof(Shared<Tile>) + launch.gather.slots_at + launch.gather.slots_bytes(), stream, launch,
+      "grouped_linear");
 }
 
 template <class T, WeightFormat kFormat, int kRows, Int4As kAs, bool kBlocks = false>

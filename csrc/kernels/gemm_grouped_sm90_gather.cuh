@@ -22,7 +22,7 @@ struct Unit {
 /// most one more than its rows fill in y.
 __device__ __forceinline__ unsigned* ready_units(const Launch& launch, int expert,
                                                  std::int32_t offset, int row) {
-  return launch.gather.claims + 1 + offset / kPieceRows + expert + row / kPieceRows;
+  return launch.gather.claims + 2 + offset / kPieceRows + expert + row / kPieceRows;
 }
 
 /// Finds units in rising order.
@@ -58,12 +58,6 @@ struct UnitWalk {
     return {};
   }
 };
-
-/// What is written comes ahead of the count, for the copy engine, too.
-__device__ __forceinline__ void count_unit(const Unit& unit) {
-  ptx::fence_device();
-  atomicAdd(unit.ready, 1u);
-}
 
 /// The unit that lane `lane` has found, but for its count.
 __device__ __forceinline__ Unit unit_of_lane(const Unit& mine, int lane) {
@@ -106,43 +100,69 @@ __device__ __forceinline__ void gather_first(const Launch& launch, Shared<Tile>&
           units[i].to[v] = vectors[i][j];
     ptx::fence_copies();  // the copy engine reads what this lane has written
     __syncwarp();         // every lane has
-    if (first <= lane && lane < first + kTogether && mine.ready) count_unit(mine);
+    if (first <= lane && lane < first + kTogether && mine.ready)
+      ptx::add_released(mine.ready, 1u);
   }
 }
 
 /// The others', by one warp, a lane a unit at a time: by the copy engine, for what goes through
-/// registers of so few warps takes longer than the products do.
+/// registers of so few warps takes longer than the products do. A unit is counted when the next has
+/// been read: its place is free long before it is written.
 template <class Tile>
 __device__ __forceinline__ void gather(const Launch& launch, Shared<Tile>& shared) {
   const int lane = static_cast<int>(threadIdx.x) % device::kWarpSize, slots = launch.gather.slots;
-  std::uint8_t* slot = shared.ring + launch.gather.slots_at + lane * kUnitBytes;
+  std::uint8_t* slot = shared.ring + launch.gather.slots_at + lane * launch.gather.unit_bytes;
   UnitWalk<Tile> walk{launch, shared};
-  const auto claim = [&] {
-    return lane == 0 ? atomicAdd(launch.gather.claims, static_cast<unsigned>(slots)) : 0;
+  const auto find_next = [&] {
+    unsigned first = lane == 0 ? atomicAdd(launch.gather.claims, static_cast<unsigned>(slots)) : 0;
+    first = device::from_lane(first, 0);
+    return walk.find(static_cast<int>(first) + min(lane, slots - 1));
+  };
+  unsigned* before = nullptr;  // where the unit is counted that is perhaps not yet written
+  const auto count_before = [&] {
+    if (before) ptx::add_released(before, 1u);
+    before = nullptr;
+  };
+  const auto is_far_ahead = [&] {
+    bool far = false;
+    if (lane == 0)
+      far = tables_of(launch, shared).starts[walk.place] >
+            atomicAdd(&shared.planned.row_tile, 0) + launch.gather.ahead;
+    return device::any_lane(far);
   };
   int parity = 0;
-  unsigned next = claim();
+  Unit unit = find_next();
 #pragma unroll 1
-  for (;;) {
-    const auto first = static_cast<int>(device::from_lane(next, 0));
-    const Unit unit = walk.find(first + min(lane, slots - 1));
-    if (!device::any_lane(unit.ready != nullptr)) return;
-    next = claim();  // on its way while these are copied
-    if (lane < slots && unit.ready) {
-      if (unit.vectors > 0) {
-        const int bytes = unit.vectors * kVector;
-        ptx::mbarrier_expect(&shared.planned.gathered[lane], bytes);
-        ptx::copy_bulk(slot, unit.from, bytes, &shared.planned.gathered[lane]);
-        ptx::mbarrier_wait(&shared.planned.gathered[lane], parity);
-        parity ^= 1;
-        ptx::store_bulk(unit.to, slot, bytes);
-        ptx::commit_stores();
-        ptx::wait_stores_written();
-      }
-      count_unit(unit);
+  while (device::any_lane(unit.ready != nullptr)) {
+    if (is_far_ahead()) {
+      ptx::wait_stores_written();
+      count_before();  // others may wait for it, and this block for them
+      while (is_far_ahead()) __nanosleep(200);
     }
-    __syncwarp();  // lanes claim together
+    const bool mine = lane < slots && unit.ready, copies = mine && unit.vectors > 0;
+    const int bytes = unit.vectors * kVector;
+    if (copies) {
+      ptx::wait_stores_read<0>();
+      ptx::mbarrier_expect(&shared.planned.gathered[lane], bytes);
+      ptx::copy_bulk(slot, unit.from, bytes, &shared.planned.gathered[lane]);
+    }
+    __syncwarp();  // lanes find units together
+    const Unit next = find_next();
+    if (copies) {
+      ptx::mbarrier_wait(&shared.planned.gathered[lane], parity);
+      parity ^= 1;
+      ptx::store_bulk(unit.to, slot, bytes);
+    }
+    if (mine) {
+      ptx::commit_stores();  // of a unit past the last row, none
+      ptx::wait_stores_written<1>();
+      count_before();
+      before = unit.ready;
+    }
+    unit = next;
   }
+  ptx::wait_stores_written();
+  count_before();
 }
 
 /// Whether an item's rows are in order; then they are seen, by the copy engine, too.

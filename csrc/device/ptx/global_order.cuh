@@ -17,6 +17,12 @@ __device__ __forceinline__ unsigned count_arrival(void* counter, unsigned last) 
   return before;
 }
 
+/// Adds to a counter: what this thread knows to be written comes before.
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-red
+__device__ __forceinline__ void add_released(unsigned* counter, unsigned value) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(counter), "r"(value) : "memory");
+}
+
 /// Orders this thread's reads and writes before and after it, for its block; for all blocks.
 __device__ __forceinline__ void fence_block() { asm volatile("fence.acq_rel.cta;" ::: "memory"); }
 __device__ __forceinline__ void fence_device() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }

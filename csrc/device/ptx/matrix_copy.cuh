@@ -60,9 +60,10 @@ __device__ __forceinline__ void commit_stores() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-/// Waits until what all groups of this thread store is written.
+/// Waits until what all but the kPending newest groups of this thread store is written.
+template <int kPending = 0>
 __device__ __forceinline__ void wait_stores_written() {
-  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
 /// Waits until the sources of all but the kPending newest groups of this thread have been read.
