@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import nn
 
 import ridgeline
@@ -50,6 +51,47 @@ def test_weights_alone_stop_paying_where_products_are_compute_bound():
     assert str(advice).splitlines()[-1].split() == ["pays", "below", *ends]
 
 
+def test_experts_are_read_if_a_token_chooses_them():
+    """Of eight, two a token: one token touches two, three 8 (1 - 0.75^3), many all."""
+    rows = (1, 3, 8192)
+    advice = ridgeline.advise_quantization([(N, K, 8, 2)], rows=rows, roofs=ROOFS)
+    times = dict(zip(rows, advice.microseconds["16 bits"], strict=True))
+    for count, touched in ((1, 2), (3, 8 * (1 - 0.75**3))):
+        moved = touched * 2 * N * K + 2 * 2 * count * (N + K)
+        assert times[count] == pytest.approx(moved / READ * 1e6)
+    assert times[8192] == pytest.approx(2 * 2 * 8192 * N * K / BF16 * 1e6)
+    # Each expert has a quarter of the tokens.
+    one = ridgeline.advise_quantization([(N, K)], roofs=ROOFS).pays_below["int4"]
+    assert advice.pays_below["int4"] == pytest.approx(4 * one, rel=0.02)
+    assert advice.microseconds["fp8"][2] == pytest.approx(times[8192] / 2)
+    # There are no products of experts by int8, nor of int4 by fp8.
+    assert advice.microseconds["int8"] == advice.microseconds["16 bits"]
+    assert advice.microseconds["w4a8"] == advice.microseconds["int4"]
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+def test_experts_of_transformers_count(family: str):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.AutoConfig.for_model(family)
+    sizes = {"hidden_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 1,
+             "intermediate_size": 32, "num_experts": 4, "num_local_experts": 4,
+             "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+             "vocab_size": 128, "first_k_dense_replace": 0}  # fmt: skip
+    for name in sizes.keys() & set(dir(config)):
+        setattr(config, name, sizes[name])
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(config)
+    linears = [(m.out_features, m.in_features) for m in model.modules() if type(m) is nn.Linear]
+    shapes = [*linears, (64, 64, 4, 2), (64, 32, 4, 2)]
+    advice = ridgeline.advise_quantization(model, roofs=ROOFS)
+    meant = ridgeline.advise_quantization(shapes, roofs=ROOFS)
+    for name, times in meant.microseconds.items():
+        assert advice.microseconds[name] == pytest.approx(times)
+    experts = model.model.layers[0].mlp.experts
+    with pytest.raises(ValueError, match=r"expected one top_k beside the experts '', got \[\]"):
+        ridgeline.advise_quantization(experts, roofs=ROOFS)
+
+
 def test_a_machine_without_8_bit_units():
     roofs = Roofs("a processor", copy=1e10, read=1e10, flops={"fp32": 1e11}, launch_us=1.0)
     advice = ridgeline.advise_quantization([(N, K)], rows=[1, 64], roofs=roofs)
@@ -79,5 +121,8 @@ def test_modules_and_wrong_arguments():
         ridgeline.advise_quantization(nn.LayerNorm(4), roofs=ROOFS)
     with pytest.raises(ValueError, match=r"rows: expected numbers of at least 1, got \[0\]"):
         ridgeline.advise_quantization(model, rows=[0], roofs=ROOFS)
-    with pytest.raises(ValueError, match="sizes of at least 1"):
-        ridgeline.advise_quantization([(0, 4)], roofs=ROOFS)
+    for small in ((0, 4), (4, 4, 2, 0)):
+        with pytest.raises(ValueError, match="sizes of at least 1"):
+            ridgeline.advise_quantization([small], roofs=ROOFS)
+    with pytest.raises(ValueError, match="top <= experts, got .*experts=2, top=3"):
+        ridgeline.advise_quantization([(4, 4, 2, 3)], roofs=ROOFS)

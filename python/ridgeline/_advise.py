@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from ridgeline.nn.linear import Linear
 from ridgeline.roofline.cost import Cost, op_cost
 from ridgeline.roofline.machine import Roofs, measure_roofs
 
-Shape = tuple[int, int]
+Shape = tuple[int, int] | tuple[int, int, int, int]  # the latter of experts
 _GROUP, _MOST_ROWS = 128, 1 << 16
 _EQUAL = 0.999  # a share of a time that is no less
+_OF_EXPERTS = {"int8": "16 bits", "w4a8": "int4"}  # products of experts that are another scheme's
 _CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8, "w4a8": torch.float8_e4m3fn}  # of inputs
 
 
@@ -72,20 +73,24 @@ def advise_quantization(
 
     Args:
         model_or_shapes: a module tree, of which all ``nn.Linear`` and :class:`ridgeline.nn.Linear`
-            count, or ``(N, K)`` of each weight.
+            count, and experts as ``transformers`` keeps them; or ``(N, K)`` of each weight, or
+            ``(N, K, experts, top)`` of that of each expert, of which a token meets ``top``.
         rows: tokens a step, one number or several of at least 1: the batch size in decode, the
             chunk in prefill.
         roofs: of the machine meant; None: this machine's, measured (about a second on a GPU).
 
     Raises:
-        ValueError: no products; a number of rows or a size below 1.
-        TypeError: shapes that are no pairs of integers; rows that are no integers.
+        ValueError: no products; a number of rows or a size below 1; more experts a token than
+            there are; experts whose router does not say how many a token meets.
+        TypeError: shapes that are no two or four integers; rows that are no integers.
 
     The schemes: "16 bits"; "int4" (groups of 128) with 16-bit products; "fp8" and "int8" with
     both operands in 8 bits, where ``roofs`` has their rate ("int8" is as fast as "fp8"), and there
-    "w4a8": the weights of "int4" by inputs in fp8.
+    "w4a8": the weights of "int4" by inputs in fp8. Experts stay in 16 bits under "int8", and meet
+    inputs in 16 bits under "w4a8", as in this library. Tokens are taken to choose theirs at random,
+    and those that none chooses not to be read.
     """
-    shapes = _shapes(model_or_shapes)
+    weights = _weights(model_or_shapes)
     counts = [rows] if isinstance(rows, int) else rows
     if not isinstance(counts, Sequence) or not all(map(_is_count, counts)):
         raise TypeError(f"rows: expected integers, got {rows!r}")
@@ -96,7 +101,7 @@ def advise_quantization(
 
     def total(name: str, count: int) -> float:
         return sum(
-            roofs.floor_us(_cost(name, shape, count, roofs), reads_only=True) for shape in shapes
+            roofs.floor_us(_cost(name, weight, count, roofs), reads_only=True) for weight in weights
         )
 
     def is_no_faster(name: str, count: int) -> bool:
@@ -112,37 +117,81 @@ def advise_quantization(
     )
 
 
-def _shapes(model_or_shapes: Any) -> list[Shape]:
+class _Weight(NamedTuple):
+    """``[N, K]``, or that of each expert, of which a token meets ``top``."""
+
+    N: int
+    K: int
+    experts: int = 1
+    top: int = 1
+
+
+def _weights(model_or_shapes: Any) -> list[_Weight]:
     if isinstance(model_or_shapes, nn.Module):
         kinds = (nn.Linear, Linear)
         linears = (m for m in model_or_shapes.modules() if isinstance(m, kinds))
-        shapes = [(m.out_features, m.in_features) for m in linears]
+        weights = [_Weight(m.out_features, m.in_features) for m in linears]
+        weights += _weights_of_experts(model_or_shapes)
     elif isinstance(model_or_shapes, Iterable):
-        shapes = [_pair(shape) for shape in model_or_shapes]
+        weights = [_checked(shape) for shape in model_or_shapes]
     else:
         message = "model_or_shapes: expected a module or (N, K) of each weight"
         raise TypeError(f"{message}, got {model_or_shapes!r}")
-    if not shapes:
+    if not weights:
         raise ValueError("model_or_shapes: expected at least one linear layer, got none")
-    if any(min(shape) < 1 for shape in shapes):
-        raise ValueError(f"model_or_shapes: expected sizes of at least 1, got {shapes}")
-    return shapes
+    for weight in weights:
+        if min(weight) < 1:
+            raise ValueError(f"model_or_shapes: expected sizes of at least 1, got {weight}")
+        if weight.top > weight.experts:
+            raise ValueError(f"model_or_shapes: expected top <= experts, got {weight}")
+    return weights
+
+
+def _weights_of_experts(model: nn.Module) -> Iterator[_Weight]:
+    """Parameters ``[experts, ., .]`` of modules that know ``num_experts``; the block around them,
+    or the router in it, knows ``top_k``."""
+    for name, module in model.named_modules():
+        stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
+        if not stacked or not _is_count(getattr(module, "num_experts", None)):
+            continue
+        block = model.get_submodule(name.rpartition(".")[0])
+        found = {getattr(m, "top_k", None) for m in (block, *block.children())}
+        tops = [top for top in found if isinstance(top, int)]
+        if len(tops) != 1:
+            message = f"model_or_shapes: expected one top_k beside the experts {name!r}"
+            raise ValueError(f"{message}, got {tops}")
+        for weight in stacked:
+            experts, N, K = weight.shape
+            if getattr(module, "is_transposed", False):
+                N, K = K, N
+            yield _Weight(N, K, experts, tops[0])
 
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _pair(shape: Shape) -> Shape:
+def _checked(shape: Shape) -> _Weight:
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
-    if len(sizes) != 2 or not all(map(_is_count, sizes)):
-        raise TypeError(f"model_or_shapes: expected (N, K) of each weight, got {shape!r}")
-    return shape
+    if len(sizes) not in (2, 4) or not all(map(_is_count, sizes)):
+        message = "model_or_shapes: expected (N, K) of each weight, or (N, K, experts, top)"
+        raise TypeError(f"{message}, got {shape!r}")
+    return _Weight(*sizes)
 
 
-def _cost(name: str, shape: Shape, rows: int, roofs: Roofs) -> Cost:
-    """Of tensors that are not there."""
-    N, K = shape
+def _cost(name: str, weight: _Weight, rows: int, roofs: Roofs) -> Cost:
+    """Of the experts that ``rows`` tokens choose at random."""
+    N, K, experts, top = weight
+    if experts > 1:
+        name = _OF_EXPERTS.get(name, name)
+    cost = _cost_of_one(name, N, K, rows * top, roofs)
+    touched = experts * (1 - (1 - top / experts) ** rows)
+    each = _cost_of_one(name, N, K, 0, roofs).bytes
+    return replace(cost, bytes=round(cost.bytes + (touched - 1) * each))
+
+
+def _cost_of_one(name: str, N: int, K: int, rows: int, roofs: Roofs) -> Cost:
+    """Of a weight, and of tensors that are not there."""
 
     def empty(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
         return torch.empty(sizes, dtype=dtype, device="meta")
