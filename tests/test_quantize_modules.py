@@ -195,3 +195,17 @@ def test_options_of_another_format_are_refused(
     with pytest.raises(error, match=f"^{message}"):
         ridgeline.quantize_(module, format, **options)
     assert type(module[0]) is nn.Linear
+
+
+def test_stacked_experts_are_left():
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.num_experts = 3
+            self.up = nn.Parameter(torch.zeros(3, 64, 64))
+            self.down = nn.Parameter(torch.zeros(3, 64, 32))
+
+    done = ridgeline.quantize_(nn.Sequential(nn.Linear(64, 64), Experts()), "fp8")
+    assert done.layers == ("0",)
+    assert done.left == (("1", "stacked experts are no linear layers"),)
+    assert "left: 1: stacked experts" in str(done)

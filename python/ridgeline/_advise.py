@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ridgeline import ops
+from ridgeline.nn.kinds import stacked_experts
 from ridgeline.nn.linear import Linear
 from ridgeline.roofline.cost import Cost, op_cost
 from ridgeline.roofline.machine import Roofs, measure_roofs
@@ -148,12 +149,8 @@ def _weights(model_or_shapes: Any) -> list[_Weight]:
 
 
 def _weights_of_experts(model: nn.Module) -> Iterator[_Weight]:
-    """Parameters ``[experts, ., .]`` of modules that know ``num_experts``; the block around them,
-    or the router in it, knows ``top_k``."""
-    for name, module in model.named_modules():
-        stacked = [p for p in module.parameters(recurse=False) if p.dim() == 3]
-        if not stacked or not _is_count(getattr(module, "num_experts", None)):
-            continue
+    """The block around them, or the router in it, knows ``top_k``."""
+    for name, module, stacked in stacked_experts(model):
         block = model.get_submodule(name.rpartition(".")[0])
         found = {getattr(m, "top_k", None) for m in (block, *block.children())}
         tops = [top for top in found if isinstance(top, int)]

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ridgeline._quantize.smooth import Observed
 from ridgeline.models.linear import int4_group, meets_fp8
+from ridgeline.nn.kinds import stacked_experts
 from ridgeline.nn.linear import (
     Linear,
     Linear4bit,
@@ -67,7 +68,7 @@ class Quantized:
 
     Attributes:
         layers: names of the layers quantised.
-        left: name and reason of every other linear layer.
+        left: name and reason of every other linear layer, and of experts that are stacked.
         bytes_before, bytes_after: of the weights of ``layers``.
         chosen: of "w4a8", name and choice for each of ``layers`` that its group does not divide.
     """
@@ -156,6 +157,7 @@ def quantize_(
             chosen.append((name, choice))
         before += child.weight.nbytes
         after += sum(t.nbytes for key, t in made.named_buffers() if key != "bias")
+    left += [(name, "stacked experts are no linear layers") for name, *_ in stacked_experts(module)]
     return Quantized(tuple(layers), tuple(left), before, after, tuple(chosen))
 
 
