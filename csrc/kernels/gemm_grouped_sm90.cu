@@ -181,8 +181,7 @@ template <class T, WeightFormat kFormat, int kRows, Int4As kAs, bool kBlocks = f
 void launch_some_of(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   if constexpr (kFormat == WeightFormat::kInt4)
     if (is_gated(params.gemm.activation))
-      return launch_tiles<Tile<T, T, kFormat, 4, kRows, Way{kAs, true}>>(params, choice,
-                                                                             stream);
+      return launch_tiles<Tile<T, T, kFormat, 4, kRows, Way{kAs, true}>>(params, choice, stream);
   launch_tiles<Tile<T, T, kFormat, 4, kRows, Way{kAs, false}, kBlocks>>(params, choice, stream);
 }
 
@@ -224,7 +223,7 @@ void launch_x(const GroupedGemmParams& params, const Choice& choice, Stream stre
     if (choice.path == Path::kFew) {
       constexpr int kGroups = few_cols(kFormat, sizeof(X) == 1) / kWarpgroupRows;
       return launch_tiles<Tile<T, X, kFormat, kGroups, 32, Way{}, kBlocks>>(params, choice,
-                                                                                stream);
+                                                                            stream);
     }
   if constexpr (kFormat == WeightFormat::kDense)
     if (choice.most_rows == kSegmentRows)

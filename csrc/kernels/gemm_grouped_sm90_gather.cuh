@@ -7,7 +7,9 @@
 /// Gathered rows of x that a warp of each block puts in order while those before are multiplied.
 /// It claims units of a row, in the order of the tiles, and counts those that are there of each
 /// piece of kPieceRows rows, for which the thread waits that requests them. Only blocks that run
-/// have claims, and a claim waits for no other: so does no wait, whichever blocks run.
+/// have claims. A warp that is far ahead holds its claim until its own block comes nearer, which is
+/// then at an earlier tile than any that needs the claim: so of all blocks that wait, the one at
+/// the earliest tile waits for none that holds.
 namespace ridgeline::gemm_grouped {
 
 /// Up to kUnitVectors of a row, or past the expert's last row, where its last piece is not whole.
