@@ -27,6 +27,9 @@ def path(mean: int, format: str = "dense", K: int = 2048, **options: Any) -> str
         (5 * 128, 128, 2048, "fp8_blocks", "strips", "terms"),
         (2 * 8, 8, 14336, "dense", "strips", "few"),  # five do: two and not fewer
         (2 * 128, 128, 2048, "fp8_fp8", "strips", "few"),
+        (5 * 128, 128, 2048, "fp8_fp8_blocks", "strips", "many"),
+        (2 * 128, 128, 768, "fp8_fp8_blocks", "strips", "many"),  # three chunks
+        (2 * 8, 8, 14336, "fp8_fp8_blocks", "strips", "many"),
         (2 * 128, 128, 2048, "int4", "digits", "some"),
         (64, 128, 768, "int4", "digits", "some"),  # chunks of 384 columns: half a row
         (8, 128, 1024, "int4", "digits", "some"),  # two of 512: eight rows in all
@@ -53,7 +56,6 @@ def test_gates_and_ups_have_whole_strips_each() -> None:
         ("fp8", {"dtype": "float16"}, 20, "few", "some"),
         ("fp8_blocks", {"dtype": "float16"}, 80, "some", "many"),
         ("fp8", {}, 160, "terms", "many"),
-        ("fp8_fp8_blocks", {}, 4, "strips", "many"),
         ("int4", {}, 80, "some", "many"),
     ],
 )
@@ -78,25 +80,28 @@ def test_other_gpus_and_activations_meet_tiles_of_mma(format: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("M", "N", "options", "scales_groups"),
+    ("mean", "N", "options", "path", "expands_x"),
     [
-        (5 * 128, 1536, {}, 1),
-        (4 * 128, 1536, {}, 0),
-        (5 * 128, 1536, {"dtype": "float16"}, 1),
-        (5 * 128, 1552, {}, 1),
-        (5 * 128, 1536, {"activation": "silu_mul"}, 1),
-        (5 * 128, 1664, {"activation": "silu_mul"}, 0),  # ups of a tile in two blocks
-        (5 * 128, 1536, {"activation": "gelu"}, 0),
-        (5 * 128, 1536, {"invariant": True}, 0),
-        (5 * 128, 1536, {"hopper": False}, 0),
+        (6, 1536, {}, "many", 0),
+        (5, 1536, {}, "strips", 0),
+        (6, 1536, {"dtype": "float16"}, "many", 0),
+        (6, 1552, {}, "many", 0),
+        (6, 1536, {"activation": "silu_mul"}, "many", 0),
+        (6, 1664, {"activation": "silu_mul"}, "terms", 1),  # ups of a tile in two blocks
+        (5, 1664, {"activation": "silu_mul"}, "strips", 0),  # those of a strip are in one
+        (5, 1552, {"activation": "silu_mul"}, "terms", 1),  # half a strip of gates
+        (6, 1536, {"activation": "gelu"}, "tile", 1),
+        (5, 1536, {"invariant": True}, "few", 1),
+        (5, 1536, {"hopper": False}, "tile", 1),
     ],
 )
 def test_rows_with_scales_of_columns_are_multiplied_as_they_are(
-    M: int, N: int, options: dict[str, Any], scales_groups: int
+    mean: int, N: int, options: dict[str, Any], path: str, expands_x: int
 ) -> None:
+    M = mean * EXPERTS
     choice = choice_of_experts(M, EXPERTS, N, 2048, "fp8_fp8_blocks", **options)
-    assert choice["scales_groups"] == scales_groups
-    assert choice["expands_x"] == 1 - scales_groups
+    assert (choice["path"], choice["expands_x"]) == (path, expands_x)
+    assert choice["scales_groups"] == (path == "many")
     for format in ("fp8", "fp8_blocks", "fp8_fp8"):
         assert choice_of_experts(M, EXPERTS, N, 2048, format, **options)["scales_groups"] == 0
 

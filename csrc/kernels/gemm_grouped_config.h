@@ -27,9 +27,6 @@ constexpr std::int64_t kFewRows = 20;
 /// rows, two blocks an SM: 258 and, of 64 rows of x, 424.
 constexpr std::int64_t kMostSomeRows = 80;
 
-/// Rows of e4m3 an expert, at most, that are expanded where columns of K have scales.
-constexpr std::int64_t kMostRowsInGroups = 4;
-
 /// Rows an expert that may be split into terms.
 constexpr std::int64_t kFewestTermRows = 4, kMostTermRows = 160;
 
@@ -46,24 +43,20 @@ constexpr bool runs_on_wgmma(const Shape& shape) {
          shape.x_aligned && shape.weight_aligned;
 }
 
-/// Whether rows of e4m3 with a scale for each 128 columns meet scales of blocks as they are: where
-/// a tile's gates lie in one block, and its ups. Few rows are expanded, since their kernels take
-/// one scale for a row; a row's bits are others so. H200, lab, us, expanded and so: 16, 32 and 64
-/// tokens of top 2 in 8 experts of 4096 x 28672 224 and 226, 260 and 228, 259 and 232; 64, 128 and
-/// 256 of top 8 in 128 of 2048 x 1536 102 and 105, 119 and 107, 125 and 109; 128 and 256 of 768 x
-/// 2048 60.5 and 58.7, 64.1 and 59.5.
+/// Whether rows of e4m3 with a scale for each 128 columns meet tiles of weights with scales of
+/// blocks: where a tile's gates lie in one block, and its ups.
 constexpr bool scales_groups(const Shape& shape) {
-  return shape.x_dtype == DType::kFloat8E4M3 && shape.scale_layout == ScaleLayout::kBlock &&
-         shape.x_group == kScaleBlock && !shape.batch_invariant && runs_on_wgmma(shape) &&
+  return has_groups(shape) && !shape.batch_invariant && runs_on_wgmma(shape) &&
          (!is_gated(shape.activation) || shape.N % (2 * kScaleBlock) == 0) &&
-         mean_rows(shape) > kMostRowsInGroups;
+         !is_for_strips(shape);
 }
 
 /// Whether e4m3 rows of x become 16 bits first: no other kernel for experts multiplies sums of 128
 /// columns by scales of both.
 constexpr bool expands_x(const Shape& shape) {
-  return shape.x_dtype == DType::kFloat8E4M3 && !scales_groups(shape) &&
-         (shape.scale_layout == ScaleLayout::kBlock || !runs_on_wgmma(shape));
+  if (shape.x_dtype != DType::kFloat8E4M3) return false;
+  return !runs_on_wgmma(shape) || (shape.scale_layout == ScaleLayout::kBlock &&
+                                   !scales_groups(shape) && !is_for_strips(shape));
 }
 
 constexpr bool has_few_rows(const Shape& shape) {

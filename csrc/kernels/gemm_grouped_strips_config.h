@@ -43,6 +43,7 @@ constexpr int kStripsFixedBytes = 640;
 constexpr int kStripsStageBytes = kRings * 4096;
 constexpr int kFewStages = 2;    // of a ring: fp8 768 x 2048, one token, 6.7 us, with three 7.2
 constexpr int kPieceCols = 256;  // of a row of x that a warp stages at a time, 8 a lane
+constexpr int kBoxesOfChunk = 2;  // that is of fp8: of as many columns as blocks that have scales
 
 /// Columns of a strip that a warp takes at a time.
 constexpr int strips_chunk_cols(WeightFormat format) {
@@ -55,11 +56,18 @@ constexpr int strips_pitch(int K, WeightFormat format) {
   return round_up(K, kPieceCols) * 2 + (format == WeightFormat::kFp8 ? 32 : 16);
 }
 
+/// Whether x is e4m3 with a scale for each 128 columns.
+constexpr bool has_groups(const Shape& shape) {
+  return shape.x_dtype == DType::kFloat8E4M3 && shape.scale_layout == ScaleLayout::kBlock &&
+         shape.x_group == kScaleBlock;
+}
+
 /// Of a block, beside its rings.
 constexpr std::int64_t strips_bytes(const Shape& shape, int row_tile) {
   const bool units = expands(shape.format, shape.x_dtype == DType::kFloat8E4M3);
+  const int factors = has_groups(shape) ? kBoxesOfChunk : units ? 1 : 0;
   const int chunks = ceil_div(shape.K, strips_chunk_cols(shape.format));
-  const std::int64_t row = strips_pitch(shape.K, shape.format) + (units ? chunks * 4 : 0);
+  const std::int64_t row = strips_pitch(shape.K, shape.format) + factors * chunks * 4;
   return kStripsFixedBytes + row_tile * row +
          sums_and_lists(shape, row_tile, kRings + kFinishers + kRequesters);
 }
@@ -75,14 +83,20 @@ constexpr int strips_rows(const Shape& shape) {
 /// tokens of 8 of 128 experts of 768 x 2048 fp8 by bf16 60.9 61.2 and 59.5 66.8, bf16 97.1 99.0
 /// and 96.5 112; 12 and 16 of 2 of 8 experts of 14336 x 4096, of which five rows fit, 118 120 and
 /// 111 138. Fp8 by fp8 needs no expansion: 32 and 48 tokens of 768 x 2048 45.1 51.3 and 43.6 52.6.
+/// By scales of columns: 64 and 80 tokens of 2048 x 1536 104.5 105.0 and 98.3 102.2, 48 and 64 of
+/// 768 x 2048 53.1 54.6 and 53.6 59.8, 16 and 20 of 4096 x 28672 225 250 and 218 235.
 constexpr int most_mean_rows_of_strips(Shape shape) {
-  constexpr int kFewest = 2;
-  if (shape.x_dtype == DType::kFloat8E4M3) return kFewest;
+  constexpr int kFewest = 2, kFewChunks = 4;
+  const bool few_chunks = ceil_div(shape.K, strips_chunk_cols(shape.format)) < kFewChunks;
+  if (shape.x_dtype == DType::kFloat8E4M3 && (!has_groups(shape) || few_chunks)) return kFewest;
   shape.M = std::max<std::int64_t>(shape.M, kStripTokens);
   return std::max(strips_rows(shape) - 3, kFewest);
 }
 
 constexpr bool is_for_strips(const Shape& shape) {
+  const bool codes_by_blocks =
+      shape.x_dtype == DType::kFloat8E4M3 && shape.scale_layout == ScaleLayout::kBlock;
+  if (codes_by_blocks && !has_groups(shape)) return false;
   return shape.format != WeightFormat::kInt4 && !shape.batch_invariant &&
          shape.M <= std::int64_t{most_mean_rows_of_strips(shape)} * shape.experts &&
          shape.N % (gemm_config::kStripRows * (is_gated(shape.activation) ? 2 : 1)) == 0 &&

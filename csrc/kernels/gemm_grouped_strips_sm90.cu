@@ -20,7 +20,8 @@ template <class T, class E, WeightFormat kFormat, bool kFp8X, bool kBlocks>
 __global__ void __launch_bounds__(kStripThreads, 1)
     grouped_strips_kernel(const __grid_constant__ GroupedStripsParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr bool kFp8 = kFormat == WeightFormat::kFp8;
+  constexpr bool kFp8 = kFormat == WeightFormat::kFp8, kGroups = kFp8X && kBlocks;
+  constexpr int kFactors = gemm_grouped::kFactors<T, E, kFp8X, kGroups>;
   extern __shared__ __align__(1024) char memory[];
   const StripLaunch& launch = params.launch;
   const int warp = device::warp_index(), lane = threadIdx.x % 32, row_tile = launch.row_tile;
@@ -30,9 +31,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
   float* sums_at = reinterpret_cast<float*>(&shared + 1);
   const int each = kStripRows * row_tile;
   char* x = reinterpret_cast<char*>(sums_at + kFinishers * launch.paired * kWarps * each);
-  float* units = reinterpret_cast<float*>(x + row_tile * params.pitch);
-  auto* lists = reinterpret_cast<RowTile*>(
-      units + (kUnits<T, E, kFp8X> ? launch.chunks * row_tile : 0));
+  float* factors = reinterpret_cast<float*>(x + row_tile * params.pitch);
+  auto* lists = reinterpret_cast<RowTile*>(factors + kFactors * launch.chunks * row_tile);
 
   ptx::launch_dependents();
   if (threadIdx.x == kThreads) shared.sums.init(launch);
@@ -72,7 +72,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         const int staging = walk.rows_together();
         staged = rows.first;
         staged_end = staged + staging;
-        stage_rows<T, E, kFp8X>(params, lane_rows.from(walk, lane), staging, warp, x, units);
+        stage_rows<T, E, kFp8X, kGroups>(params, lane_rows.from(walk, lane), staging, warp, x,
+                                         factors);
         ptx::named_barrier_sync(2, kThreads);  // x is whole
       }
       // For ldmatrix the row of x that a thread addresses, for fp8 its own columns of a row. Rows
@@ -94,12 +95,13 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     float sums[4] = {};
     for (; chunk < launch.chunks; chunk += kWarps) {
       const char* weight = ring + stage * kChunkBytes;
-      float of_x[2];
-      if constexpr (kUnits<T, E, kFp8X>)
+      float of_x[2][std::max(kFactors, 1)];
+      if constexpr (kFactors > 0)
 #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          of_x[i] = units[chunk * row_tile + rows.first - staged +
-                          min(lane % 4 * 2 + i, rows.count - 1)];
+        for (int i = 0; i < 2 * kFactors; ++i)
+          of_x[i / kFactors][i % kFactors] =
+              factors[(chunk * kFactors + i % kFactors) * row_tile + rows.first - staged +
+                      min(lane % 4 * 2 + i / kFactors, rows.count - 1)];
       float of_box[kBoxes];  // scales of blocks
       if constexpr (kBlocks) load_scales(of_box, launch.grouped, rows.expert, row, chunk);
       ptx::mbarrier_wait(&shared.full[warp][stage], parity);
@@ -110,8 +112,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         for (int box = 0; box < kBoxes; ++box)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
-            sums[i] += (kUnits<T, E, kFp8X> ? of_x[i % 2] : 1.0f) * (kBlocks ? of_box[box] : 1.0f) *
-                       parts[box].get(i);
+            sums[i] += (kFactors > 0 ? of_x[i % 2][kGroups ? box : 0] : 1.0f) *
+                       (kBlocks ? of_box[box] : 1.0f) * parts[box].get(i);
       } else {
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box)
@@ -176,7 +178,7 @@ int stages_of(const GroupedGemmParams& params, const Choice& choice) {
                   (kMostBytes - choice.shared_bytes) / kStripsStageBytes);
 }
 
-template <class T, class E, WeightFormat kFormat, bool kFp8X, bool kBlocks = false>
+template <class T, class E, WeightFormat kFormat, bool kFp8X, bool kBlocks>
 void launch(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const GemmParams& p = params.gemm;
   const int pieces = ceil_div(p.K, kPieceCols), stages = stages_of(params, choice);
@@ -197,12 +199,14 @@ template <class T>
 void launch_strips_of(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const GemmParams& p = params.gemm;
   if (p.weight.format == WeightFormat::kDense)
-    return launch<T, T, WeightFormat::kDense, false>(params, choice, stream);
+    return launch<T, T, WeightFormat::kDense, false, false>(params, choice, stream);
+  const bool blocks = p.weight.scale_layout == ScaleLayout::kBlock;
+  if (p.x.dtype == DType::kFloat8E4M3 && blocks)
+    return launch<T, __half, WeightFormat::kFp8, true, true>(params, choice, stream);
   if (p.x.dtype == DType::kFloat8E4M3)
-    return launch<T, __half, WeightFormat::kFp8, true>(params, choice, stream);
-  if (p.weight.scale_layout == ScaleLayout::kBlock)
-    return launch<T, __half, WeightFormat::kFp8, false, true>(params, choice, stream);
-  launch<T, __half, WeightFormat::kFp8, false>(params, choice, stream);
+    return launch<T, __half, WeightFormat::kFp8, true, false>(params, choice, stream);
+  if (blocks) return launch<T, __half, WeightFormat::kFp8, false, true>(params, choice, stream);
+  launch<T, __half, WeightFormat::kFp8, false, false>(params, choice, stream);
 }
 
 }  // namespace

@@ -24,7 +24,8 @@ struct GroupedStripsParams {
 
 // ---- Shared memory ------------------------------------------------------------------------------
 
-/// Fixed parts; before them the rings, after them sums, x [row_tile][pitch], units, lists of tiles.
+/// Fixed parts; before them the rings, after them sums, x [row_tile][pitch], its factors, lists of
+/// tiles.
 struct alignas(128) GroupedStripsShared {
   std::uint64_t full[kWarps][kRingStages];  // a chunk is in
   std::uint64_t free[kWarps][kRingStages];  // it is multiplied
@@ -32,6 +33,7 @@ struct alignas(128) GroupedStripsShared {
 };
 static_assert(sizeof(GroupedStripsShared) == kStripsFixedBytes);
 static_assert(kTokens == kStripTokens && kWarps * kChunkBytes == kStripsStageBytes);
+static_assert(kPieceCols == kChunkCols<WeightFormat::kFp8> && kBoxes == kBoxesOfChunk);
 static_assert(kChunkCols<WeightFormat::kFp8> == strips_chunk_cols(WeightFormat::kFp8));
 static_assert(kChunkCols<WeightFormat::kDense> == strips_chunk_cols(WeightFormat::kDense));
 
@@ -64,14 +66,19 @@ __device__ __forceinline__ void load_scales(float (&of_box)[kBoxes],
     of_box[box] = scales[min(chunk * kBoxes + box, blocks - 1)];
 }
 
-/// Up to kCount pieces of rows of x, kWarps apart, of `all`, to shared memory in E, zero from K on.
-/// `row` is the row of x that the lane's row of y is made of.
-template <class T, class E, bool kFp8X, int kCount>
+/// Factors of sums of a chunk for a row of x, which lie in shared memory: its unit, or its scales.
+template <class T, class E, bool kFp8X, bool kGroups>
+constexpr int kFactors = kGroups ? kBoxes : kUnits<T, E, kFp8X> ? 1 : 0;
+
+/// Up to kCount pieces of rows of x, kWarps apart, of `all`, to shared memory in E, zero from K on,
+/// with their factors. `row` is the row of x that the lane's row of y is made of.
+template <class T, class E, bool kFp8X, bool kGroups, int kCount>
 __device__ __forceinline__ void stage_pieces(const GroupedStripsParams& params, int first, int all,
-                                             int row, char* to, float* units) {
+                                             int row, char* to, float* factors) {
   const GemmParams& p = params.launch.grouped.gemm;
   const int lane = threadIdx.x % 32;
   std::uint32_t pairs[kCount][4];
+  float scales[kCount];  // of the lane's columns
   int rows[kCount], pieces[kCount];
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
@@ -79,8 +86,13 @@ __device__ __forceinline__ void stage_pieces(const GroupedStripsParams& params, 
     rows[i] = params.by_pieces.divide(piece);
     pieces[i] = piece - rows[i] * params.pieces;
     const int at = pieces[i] * kPieceCols + lane * 8;
-    const char* from = static_cast<const char*>(p.x.data) +
-                       (device::from_lane(row, rows[i]) * p.x.stride_row + at) * (kFp8X ? 1 : 2);
+    const std::int64_t row_of_x = device::from_lane(row, rows[i]);
+    const char* from =
+        static_cast<const char*>(p.x.data) + (row_of_x * p.x.stride_row + at) * (kFp8X ? 1 : 2);
+    if constexpr (kGroups)
+      scales[i] = at < p.K ? __ldcg(p.x.scale + row_of_x * ceil_div(p.K, kScaleBlock) +
+                                    at / kScaleBlock)
+                           : 0.0f;
     uint4 raw{};
     if (at < p.K) {
       if constexpr (kFp8X) {
@@ -109,7 +121,13 @@ __device__ __forceinline__ void stage_pieces(const GroupedStripsParams& params, 
         const float2 two = device::floats_of(device::as_pair<T>(of[j]));
         of[j] = device::as_bits(__floats2half2_rn(two.x * unit.inverse, two.y * unit.inverse));
       }
-      if (lane == 0) units[pieces[i] * params.launch.row_tile + rows[i]] = unit.unit;
+      if (lane == 0) factors[pieces[i] * params.launch.row_tile + rows[i]] = unit.unit;
+    }
+    if constexpr (kGroups) {
+      constexpr int kLanes = kScaleBlock / 8;  // whose columns have a scale
+      if (lane % kLanes == 0)
+        factors[(pieces[i] * kBoxes + lane / kLanes) * params.launch.row_tile + rows[i]] =
+            scales[i];
     }
     char* at = to + rows[i] * params.pitch + (pieces[i] * kPieceCols + lane * 8) * 2;
     *reinterpret_cast<uint4*>(at) = {of[0], of[1], of[2], of[3]};
@@ -117,16 +135,16 @@ __device__ __forceinline__ void stage_pieces(const GroupedStripsParams& params, 
 }
 
 /// A warp's part of `count` rows of x; `row` is the lane's.
-template <class T, class E, bool kFp8X>
+template <class T, class E, bool kFp8X, bool kGroups>
 __device__ __forceinline__ void stage_rows(const GroupedStripsParams& params, int row, int count,
-                                           int warp, char* to, float* units) {
+                                           int warp, char* to, float* factors) {
   constexpr int kTogether = 4;
   const int all = count * params.pieces;
   if (all <= kWarps) {
-    if (warp < all) stage_pieces<T, E, kFp8X, 1>(params, warp, all, row, to, units);
+    if (warp < all) stage_pieces<T, E, kFp8X, kGroups, 1>(params, warp, all, row, to, factors);
   } else {
     for (int piece = warp; piece < all; piece += kTogether * kWarps)
-      stage_pieces<T, E, kFp8X, kTogether>(params, piece, all, row, to, units);
+      stage_pieces<T, E, kFp8X, kGroups, kTogether>(params, piece, all, row, to, factors);
   }
 }
 

@@ -154,7 +154,7 @@ __device__ void finish_items(StripWalk walk, SumBarriers& barriers, float* sums,
   for (int item = finisher; walk.strips > 0; item += kFinishers, skip(kFinishers)) {
     if (walk.tile != tile) {
       rows = walk.rows();
-      if (p.x.scale && lane < rows.count)
+      if (p.x.scale && !p.x.scale_per_group && lane < rows.count)
         x_scale =
             p.x.scale[p.x.scale_per_row ? row_of_x(launch.grouped, rows.first + lane) : 0];
     }

@@ -78,8 +78,8 @@ def grouped_fp8_linear(
     Args:
         x: ``[rows of x, K]``, float16 or bfloat16 (on the CPU float32 too): the weight is expanded
             to its dtype; or float8_e4m3fn with ``x_scale``: products of codes, or, by scales of
-            blocks, of both expanded, but on Hopper, of more than four rows an expert in the mean
-            with scales of 128 columns, sums of 128 products of codes, scaled in float32.
+            blocks, of both expanded, but on Hopper, with scales of 128 columns and without
+            ``batch_invariant``, sums of 128 products of codes, scaled in float32.
         weight: ``[experts, N, K]``, float8_e4m3fn; last dimension contiguous. On CUDA K is
             divisible by 16.
         weight_scale: float32, ``[experts]`` or ``[experts, N]``, applied to the product; or
