@@ -624,13 +624,13 @@ def test_experts_with_scales_of_blocks_stay_in_eight_bits(tmp_path: Path):
     for layer, meant in zip(decoder.layers, plain.layers, strict=True):
         for made, dense in ((layer.experts.up, meant.experts.up),
                             (layer.experts.down, meant.experts.down)):  # fmt: skip
-            assert isinstance(made, Fp8ExpertLinear) and made.unit == "bf16"
+            assert isinstance(made, Fp8ExpertLinear) and made.unit == "fp8"
             N, K = made.weight.shape[1:]
             assert made.scale.shape == (5, N // 128, K // 128)
             scale = made.scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
             assert torch.equal(made.weight.float() * scale, dense.weight)
-    expected = logits_of(plain, PROMPT, torch.float32)
-    actual = logits_of(decoder, PROMPT, torch.float32)
+    few = PROMPT[:10]  # four rows an expert: inputs are not rounded to 8 bits
+    expected, actual = (logits_of(made, few, torch.float32) for made in (plain, decoder))
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-3)
 
 
@@ -639,11 +639,37 @@ def test_the_gpu_multiplies_experts_with_scales_of_blocks(tmp_path: Path):
     save_block_experts(tmp_path / "blocks", tmp_path / "plain")
     made = load(tmp_path / "blocks", torch.bfloat16, "cuda").layers[0].experts
     plain = load(tmp_path / "plain", torch.bfloat16, "cuda").layers[0].experts
-    for tokens in (1, 9, 100, 700):
+    for tokens in (1, 9, 100, 700):  # from 11 on inputs are rounded to 8 bits, too
         x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens))
         x = x.to("cuda", torch.bfloat16)
         expected, actual = plain(x).float(), made(x).float()
-        assert (actual - expected).norm() < 8e-3 * expected.norm(), tokens
+        assert (actual - expected).norm() < (8e-3 if tokens < 11 else 6e-2) * expected.norm()
+
+
+def test_inputs_of_blocks_have_scales_of_columns_where_rows_are_not_few():
+    weight = ScaledCodes(torch.randn(2 * 128, 256).to(torch.float8_e4m3fn), torch.rand(2, 2),
+                         (128, 128))  # fmt: skip
+    made, _ = make_experts(weight, None, 2, torch.float32, None)
+    invariant, _ = make_experts(weight, None, 2, torch.float32, None, batch_invariant=True)
+    assert isinstance(made, Fp8ExpertLinear)
+    x = torch.randn(9, 256)
+    codes, x_scale = ops.quantize_fp8(x, "group")
+    rounded = codes.float() * x_scale.repeat_interleave(128, 1)
+
+    def product(inputs: Tensor, count: int) -> Tensor:
+        offsets = torch.tensor([0, 5, count], dtype=torch.int32)
+        return ops.grouped_fp8_linear(inputs[:count], made.weight, made.scale, offsets)
+
+    for count, inputs in ((8, x), (9, rounded)):  # four rows an expert, and more
+        offsets = torch.tensor([0, 5, count], dtype=torch.int32)
+        actual = made(x[:count], offsets, None, None)
+        torch.testing.assert_close(actual, product(inputs, count), rtol=1e-5, atol=1e-5)
+        assert torch.equal(invariant(x[:count], offsets, None, None), product(x, count))
+    rows = torch.arange(9, dtype=torch.int32) % 3  # it is rows of y that count
+    offsets = torch.tensor([0, 5, 9], dtype=torch.int32)
+    actual = made(x[:3], offsets, rows, None)
+    expected = product(rounded[rows.long()], 9)
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_experts_that_end_within_a_block_are_expanded():

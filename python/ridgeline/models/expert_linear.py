@@ -89,10 +89,21 @@ class Int4ExpertLinear:
         )
 
 
+# Rows an expert in the mean up to which inputs of weights with scales of blocks stay as they are:
+# the product takes no longer, and no kernel quantises them. H200, lab, us, the product of bf16 and
+# of e4m3, top 8 in 128 experts of 2048 x 1536: 64 tokens 95.6 and 98.3, 96 tokens 110.7 and 105.7.
+_FEW_ROWS = 4
+
+
 @dataclass(frozen=True)
 class Fp8ExpertLinear:
-    """fp8 weights with a scale for each output, times inputs as they are, or quantised here with a
-    scale a token; or with a scale for each block of 128 x 128, times inputs as they are."""
+    """fp8 weights with a scale for each output, times inputs quantised here with a scale a token;
+    or with a scale for each block of 128 x 128, times inputs quantised with a scale for 128 columns
+    of a token, but where rows are few or bits may not depend on their number.
+
+    Attributes:
+        weight_only: inputs stay as they are.
+    """
 
     weight: Tensor
     scale: Tensor
@@ -108,10 +119,20 @@ class Fp8ExpertLinear:
     def unit(self) -> str:
         return "bf16" if self.weight_only else "fp8"
 
+    def _codes(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
+        """x, of which ``rows`` are multiplied, and its scale."""
+        if self.weight_only:
+            return x, None
+        if self.scale.dim() < 3:
+            return ops.quantize_fp8(x, "row")
+        if self.batch_invariant or rows <= _FEW_ROWS * self.experts:
+            return x, None
+        return ops.quantize_fp8(x, "group")
+
     def __call__(
         self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
     ) -> Tensor:
-        codes, x_scale = (x, None) if self.weight_only else ops.quantize_fp8(x, "row")
+        codes, x_scale = self._codes(x, len(x if rows is None else rows))
         return ops.grouped_fp8_linear(
             codes,
             self.weight,
@@ -176,16 +197,14 @@ def _int4(
 def _fp8(
     weight: ScaledCodes, experts: int, bias: Tensor | None, batch_invariant: bool
 ) -> Fp8ExpertLinear:
-    codes, scale, weight_only = weight.codes, weight.scale, weight.weight_only
+    codes, scale = weight.codes, weight.scale
     if codes.shape[1] % 16 != 0:
         raise ValueError(f"weight: expected columns divisible by 16, got {codes.shape[1]}")
     if weight.block is None:
         scale = scale.flatten()
-    elif codes.shape[0] % (experts * FP8_BLOCK) == 0:
-        weight_only = True  # what multiplies codes by codes has no scales of blocks
-    else:
+    elif codes.shape[0] % (experts * FP8_BLOCK) != 0:
         rows = codes.shape[0] // experts
         raise ValueError(f"weight: expected rows divisible by {FP8_BLOCK}, got {rows} an expert")
     scale = scale.expand(experts) if scale.numel() == 1 else scale.unflatten(0, (experts, -1))
     codes = codes.unflatten(0, (experts, -1))
-    return Fp8ExpertLinear(codes, scale.contiguous(), bias, batch_invariant, weight_only)
+    return Fp8ExpertLinear(codes, scale.contiguous(), bias, batch_invariant, weight.weight_only)
