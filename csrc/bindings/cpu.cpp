@@ -11,6 +11,7 @@
 #include "bindings/quantize.h"
 #include "bindings/reduction.h"
 #include "bindings/rope_attention.h"
+#include "bindings/routing.h"
 #include "cpu/parallel.h"
 
 namespace {
@@ -28,6 +29,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CPU, m) {
   register_attention<Cpu>(m);
   register_gemm<Cpu>(m);
   register_grouped_gemm<Cpu>(m);
+  register_routing<Cpu>(m);
   register_activation<Cpu>(m);
   register_kv_cache<Cpu>(m);
   register_rope_attention<Cpu>(m);

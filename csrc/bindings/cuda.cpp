@@ -12,6 +12,7 @@
 #include "bindings/quantize.h"
 #include "bindings/reduction.h"
 #include "bindings/rope_attention.h"
+#include "bindings/routing.h"
 #include "build_info.h"
 #include "common/launch_trace.h"
 
@@ -69,6 +70,7 @@ STABLE_TORCH_LIBRARY_IMPL(ridgeline, CUDA, m) {
   register_activation<Cuda>(m);
   register_gemm<Cuda>(m);
   register_grouped_gemm<Cuda>(m);
+  register_routing<Cuda>(m);
   register_embedding<Cuda>(m);
   register_norm<Cuda>(m);
   register_quantize<Cuda>(m);

@@ -98,6 +98,10 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "int N, int K, int group, Tensor? rows, Tensor? bias, str activation, bool batch_invariant) "
       "-> Tensor");
   m.def(
+      "route_experts(Tensor logits, int per_token, bool normalized) "
+      "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("combine_experts(Tensor x, Tensor places, Tensor weights) -> Tensor");
+  m.def(
       "gemm_plan(int M, int N, int K, str dtype, str format, str activation, bool library, "
       "bool batch_invariant, bool hopper, bool weights_ready=False, bool norm=False, int sms=132) "
       "-> str");

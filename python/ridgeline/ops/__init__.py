@@ -23,16 +23,19 @@ from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
 from ridgeline.ops.quantize import quantize_fp8, quantize_int8
 from ridgeline.ops.reduction import row_reduce, softmax
 from ridgeline.ops.rope_attention import rope_paged_attention
+from ridgeline.ops.routing import Routing, combine_experts, route_experts
 from ridgeline.ops.sampling import sample, top_logprobs
 
 __all__ = [
     "Int4Experts",
     "Int4Weight",
+    "Routing",
     "add_rmsnorm",
     "attention",
     "attention_varlen",
     "attention_workspace_bytes",
     "bias_gelu",
+    "combine_experts",
     "copy_blocks",
     "embed",
     "fp8_linear",
@@ -55,6 +58,7 @@ __all__ = [
     "rope",
     "rope_paged_attention",
     "rope_write_kv",
+    "route_experts",
     "row_reduce",
     "sample",
     "silu_mul",

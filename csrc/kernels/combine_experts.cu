@@ -1,0 +1,103 @@
+#include "common/dispatch.h"
+#include "common/math.h"
+#include "device/launch.cuh"
+#include "device/ptx/grid_dependency.cuh"
+#include "device/row.cuh"
+#include "device/vec.cuh"
+#include "kernels/routing.h"
+
+namespace ridgeline {
+namespace {
+
+// ---- Constants --------------------------------------------------------------------------------
+
+constexpr int kCombineThreads = 128;
+constexpr int kCombineBlocks = 6;    // of an SM, at least
+constexpr int kCombineTogether = 8;  // rows that a thread has asked for before it takes one
+
+// ---- Phases -----------------------------------------------------------------------------------
+
+/// 16 bytes of a row, or one element: read once, so by way of L2 alone.
+template <int kSize, class T>
+__device__ __forceinline__ device::Vec<T, kSize> load_piece_of_row(const T* from) {
+  device::Vec<T, kSize> piece;
+  if constexpr (kSize == 1) {
+    piece.data[0] = __ldcg(from);
+  } else {
+    static_assert(sizeof(piece) == sizeof(uint4));
+    reinterpret_cast<uint4&>(piece) = __ldcg(reinterpret_cast<const uint4*>(from));
+  }
+  return piece;
+}
+
+// ---- Kernel -----------------------------------------------------------------------------------
+
+/// Grid: tokens x pieces of a row; a thread owns 16 bytes of the output, or one element, and adds
+/// up in fp32. Bytes: per_token rows in, one out.
+template <class T, int kSize>
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocks)
+    combine_kernel(const __grid_constant__ CombineParams p) {
+  ptx::launch_dependents();
+  ptx::wait_for_dependencies();
+  const std::int64_t token = blockIdx.x;
+  const std::int64_t column =
+      (std::int64_t{blockIdx.y} * kCombineThreads + threadIdx.x) * kSize;
+  if (column >= p.width) return;
+  const std::int32_t* places = p.places + token * p.per_token;
+  const float* weights = p.weights + token * p.per_token;
+  const T* x = static_cast<const T*>(p.x) + column;
+  device::Vec<float, kSize> sum{};
+  for (int first = 0; first < p.per_token; first += kCombineTogether) {
+    const int count = p.per_token - first;
+    std::int32_t row[kCombineTogether];
+    float weight[kCombineTogether];
+    device::Vec<T, kSize> piece[kCombineTogether];
+#pragma unroll
+    for (int j = 0; j < kCombineTogether; ++j)
+      if (j < count) row[j] = __ldcg(places + first + j), weight[j] = __ldcg(weights + first + j);
+#pragma unroll
+    for (int j = 0; j < kCombineTogether; ++j)
+      if (j < count) {
+        const std::int64_t known = row[j] >= 0 && row[j] < p.rows ? row[j] : 0;
+        piece[j] = load_piece_of_row<kSize>(x + known * p.stride_x_row);
+      }
+#pragma unroll
+    for (int j = 0; j < kCombineTogether; ++j)
+      if (j < count) {
+        const auto values = device::floats(piece[j]);
+#pragma unroll
+        for (int i = 0; i < kSize; ++i)
+          sum.data[i] = __fmaf_rn(weight[j], values.data[i], sum.data[i]);
+      }
+  }
+  device::store(static_cast<T*>(p.y) + token * p.width + column, device::rounded<T>(sum));
+}
+
+// ---- Launch -----------------------------------------------------------------------------------
+
+template <class T, int kSize>
+void launch_combine(const CombineParams& p, Stream stream) {
+  constexpr std::int64_t kElements = kCombineThreads * kSize;
+  const std::int64_t pieces = ceil_div(p.width, kElements);
+  check(pieces <= 65535, "x: expected rows of at most ", 65535 * kElements, " elements, got ",
+        p.width);
+  const dim3 grid(static_cast<unsigned>(p.tokens), static_cast<unsigned>(pieces));
+  device::launch_chained<combine_kernel<T, kSize>>(grid, dim3(kCombineThreads), 0, stream, p,
+                                                   "combine_experts");
+}
+
+}  // namespace
+
+void combine_experts(const CombineParams& p, Stream stream) {
+  if (p.tokens == 0 || p.width == 0) return;
+  const auto element = static_cast<std::int64_t>(size_of(p.dtype));
+  const bool wide =
+      device::all_aligned(16, {p.x, p.y}, {p.stride_x_row * element, p.width * element});
+  device::dispatch_float(p.dtype, [&](auto type) {
+    using T = typename decltype(type)::type;
+    if (wide) return launch_combine<T, device::Vec<T>::kSize>(p, stream);
+    launch_combine<T, 1>(p, stream);
+  });
+}
+
+}  // namespace ridgeline
