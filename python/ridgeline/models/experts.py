@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ridgeline import ops
 from ridgeline.models.expert_linear import ExpertLinear
 from ridgeline.models.linear import DenseLinear
 
@@ -36,26 +37,11 @@ class Experts:
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[tokens, hidden]``, both."""
-        weights, experts = self._choose(self.router(x))
-        # Rows in the order of their experts, where each expert's begin, and the way back.
-        flat = experts.flatten()
-        order = flat.argsort(stable=True)
-        bounds = torch.arange(self.up.experts + 1, device=x.device)
-        offsets = torch.searchsorted(flat[order], bounds, out_int32=True)
-        back = torch.empty_like(order)
-        back[order] = torch.arange(len(order), device=x.device)
-        hidden = self._activated(x, offsets, (order // self.per_token).int())
-        out = self.down(hidden, offsets, None, None)
-        rows = out[back].unflatten(0, (-1, self.per_token))
-        return (rows.float() * weights.unsqueeze(-1)).sum(1).to(x.dtype)
-
-    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Float32 weights and the experts, both ``[tokens, per_token]``."""
-        logits = logits.float()
-        top, experts = logits.topk(self.per_token, -1)
-        if self.normalized:  # what normalising the softmax of all comes to
-            return top.softmax(-1), experts
-        return logits.softmax(-1).gather(-1, experts), experts
+        logits = self.router(x)
+        routing = ops.route_experts(logits, self.per_token, normalized=self.normalized)
+        hidden = self._activated(x, routing.offsets, routing.rows)
+        out = self.down(hidden, routing.offsets, None, None)
+        return ops.combine_experts(out, routing.places, routing.weights)
 
     def _activated(self, x: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
         activation = "silu_mul" if self.limit is None else None
