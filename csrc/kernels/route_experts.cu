@@ -19,12 +19,14 @@ using device::kWarpSize;
 constexpr int kRouteThreads = 1024;  // the most of a block
 constexpr int kBatch = 64;           // tokens whose choices a block holds at a time
 constexpr int kBatchWords = kBatch / 32;
-constexpr int kLeastChunk = 16;      // tokens of a block, if not all: a choice is a row of waits
-constexpr int kMostChunks = 128;     // about a block an SM; each adds up what all counted
-constexpr int kExpertBits = 10;      // of a choice that has no place yet; the others are its rank
+constexpr int kLeastChunk = 16;      // tokens that a block has of many: a warp each, at once
+constexpr int kMostChunks = 128;     // about a block an SM; each adds up what all have counted
+constexpr int kExpertBits = 10;      // of a choice before it has a place; its rank has the others
 static_assert(kMaxRoutedExperts < 1 << kExpertBits);
-static_assert(kMaxRoutedTokens / kMostChunks <= 1 << (31 - kExpertBits), "ranks have 21 bits");
+static_assert(kMaxRoutedTokens / kMostChunks <= 1 << (31 - kExpertBits), "a rank fits");
 static_assert(kMaxPerToken <= kWarpSize, "a lane has one choice");
+// Blocks of an SM, for the compiler: for two it keeps to 32 registers, too few for 32 logits a lane.
+constexpr int kRouteBlocks = 1;
 
 struct RouteLaunch {
   RouteParams params;
@@ -34,8 +36,9 @@ struct RouteLaunch {
 // ---- Shared memory ----------------------------------------------------------------------------
 
 struct RouteShared {
-  std::uint32_t takers[kBatchWords][kMaxRoutedExperts];  // a bit a token of the batch
-  std::int32_t rows[kMaxRoutedExperts + 1];  // where an expert's begin; or of batches before
+  std::uint32_t takers[kBatchWords][kMaxRoutedExperts];  // a bit for each token of the batch
+  std::int32_t rows[kMaxRoutedExperts + 1];  // of an expert: where they begin, if the batch is all
+                                             // there is, else how many the batches before have
   std::uint16_t choices[kBatch][kMaxPerToken];
 
   __device__ void clear_takers(int expert) {
@@ -43,21 +46,21 @@ struct RouteShared {
     for (int word = 0; word < kBatchWords; ++word) takers[word][expert] = 0;
   }
   __device__ int count(int expert) const {
-    int count = 0;
+    int sum = 0;
 #pragma unroll
-    for (int word = 0; word < kBatchWords; ++word) count += __popc(takers[word][expert]);
-    return count;
+    for (int word = 0; word < kBatchWords; ++word) sum += __popc(takers[word][expert]);
+    return sum;
   }
   /// How many tokens of the batch before this one chose the expert.
   __device__ int count_before(int token, int expert) const {
-    int count = 0;
+    int sum = 0;
 #pragma unroll
     for (int word = 0; word < kBatchWords; ++word) {
       const int bits = min(max(token - 32 * word, 0), 32);
       const auto below = static_cast<std::uint32_t>((std::uint64_t{1} << bits) - 1);
-      count += __popc(takers[word][expert] & below);
+      sum += __popc(takers[word][expert] & below);
     }
-    return count;
+    return sum;
   }
 };
 
@@ -197,7 +200,7 @@ __device__ __forceinline__ void sum_counts(int experts, std::int32_t* starts, co
 /// at its expert, so that counts and ranks do not depend on which warp is first.
 /// Bytes: see RouteParams. What takes the time is per_token rounds of two reductions of a warp.
 template <int kEach>
-__global__ void __launch_bounds__(kRouteThreads, 1)
+__global__ void __launch_bounds__(kRouteThreads, kRouteBlocks)
     route_few_kernel(const __grid_constant__ RouteParams p) {
   __shared__ RouteShared shared;
   for_each_expert(p.experts, [&](int e) { shared.clear_takers(e); });
@@ -224,7 +227,7 @@ __global__ void __launch_bounds__(kRouteThreads, 1)
 /// expert the chunk has, and in `places` what the next kernel makes places of: the expert and the
 /// rank among the chunk's rows of it. Grid: the chunks.
 template <int kEach>
-__global__ void __launch_bounds__(kRouteThreads, 1)
+__global__ void __launch_bounds__(kRouteThreads, kRouteBlocks)
     choose_kernel(const __grid_constant__ RouteLaunch launch) {
   __shared__ RouteShared shared;
   const RouteParams& p = launch.params;
