@@ -58,6 +58,18 @@ def test_rows_of_x_that_no_row_takes_are_not_read():
     assert cost.bytes == read + 2 * 32 * 4
 
 
+def test_a_choice_of_experts_is_written_once_and_its_row_read_once():
+    logits, x = torch.empty(100, 16, dtype=torch.float16), torch.empty(1000, 64)
+    places, weights = torch.zeros(100, 4, dtype=torch.int32), torch.empty(100, 4)
+    assert op_cost("route_experts", logits, 4).bytes == logits.nbytes + 400 * 12 + 17 * 4
+    assert op_cost("route_experts", logits, 4).flops == 5 * 400
+    assert op_cost("route_experts", logits, 4, normalized=False).flops == 5 * 1600
+    named = places.nbytes + weights.nbytes
+    cost = op_cost("combine_experts", x, places, weights)
+    assert (cost.bytes, cost.flops) == (named + (400 + 100) * 64 * 4, 2 * 400 * 64)
+    assert op_cost("combine_experts", x[:7], places, weights).bytes == named + 107 * 64 * 4
+
+
 def test_a_product_of_a_dtype_without_a_unit_is_refused():
     x = torch.empty(4, 64, dtype=torch.float64)
     with pytest.raises(ValueError, match="^x: expected dtype float32, .*, got torch.float64"):
