@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import ridgeline
 from ridgeline import ops
 from ridgeline.roofline import op_cost
 
@@ -354,6 +355,56 @@ def test_scales_of_columns_with_bias(
     kept[bad] = False
     assert torch.equal(broken[kept], out[kept])
     assert not broken[bad].isfinite().any()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("counts", "gathered", "kernels"),
+    [
+        # Tiles whose rows both warpgroups have half of, beside whole ones, and rows of no expert.
+        ([150, 3, 64, 0, 81, 65, 1], True, 2),
+        pytest.param([64, 0, 9, 1, 16, 17], False, 1, marks=pytest.mark.sanitize),
+        ([513, 0, 300], True, 2),  # put in order meanwhile, behind a kernel that clears counts
+        ([1, 2, 0, 1], False, 2),  # strips
+    ],
+)
+@pytest.mark.parametrize(("K", "N"), [(400, 768), (1040, 256)])
+def test_codes_of_experts_are_those_of_the_output(
+    K: int, N: int, counts: list[int], gathered: bool, kernels: int, biased: bool, device: str
+) -> None:
+    experts, M = len(counts), sum(counts)
+    draw = torch.Generator().manual_seed(2)
+    weight = (torch.randn(experts * N, K, generator=draw) / K**0.5).to(device, torch.bfloat16)
+    codes, scale = blocks_of(weight, experts)
+    codes = codes.view(experts, N, K)
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(device, torch.int32)
+    x, x_scale = ops.quantize_fp8(torch.randn(M + 3, K, generator=draw).to(device), "group")
+    x[1] = 0.0  # of zeros; scales of every size, and one that is not finite
+    x_scale[3:] *= 2.0 ** -(2 * torch.arange(M, device=device) % 70).float().unsqueeze(1)
+    x_scale[2, 0] = torch.nan
+    options = {
+        "x_scale": x_scale,
+        "rows": torch.randperm(M + 3, generator=draw).int().to(device) if gathered else None,
+        "bias": torch.randn(experts, N, generator=draw).to(device).bfloat16() if biased else None,
+        "activation": "silu_mul",
+    }
+    y, y_scale = ops.grouped_fp8_linear(x, codes, scale, offsets, out_quant="fp8_group", **options)
+    expected = ops.quantize_fp8(
+        ops.grouped_fp8_linear(x, codes, scale, offsets, **options), "group"
+    )
+    known = ~expected[1].isnan()
+    assert known[:M].any() and not known[:M].all()
+    assert torch.equal(y_scale.isnan(), ~known)
+    assert torch.equal(y_scale[known], expected[1][known])
+    each = known.repeat_interleave(128, 1)
+    assert torch.equal(y.view(torch.uint8)[each], expected[0].view(torch.uint8)[each])
+    assert not y[M:].view(torch.uint8).any() and bool((y_scale[M:] == 1).all())
+    if device == "cuda" and torch.cuda.get_device_capability() == (9, 0):
+        told = ridgeline.explain(
+            "grouped_fp8_linear", x, codes, scale, offsets, out_quant="fp8_group", **options
+        )
+        assert len(told.kernels) == kernels
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -1,5 +1,6 @@
 #pragma once
 #include <string>
+#include <tuple>
 
 #include "bindings/gemm.h"
 #include "kernels/gemm_grouped.h"
@@ -82,13 +83,11 @@ inline GroupedGemmParams grouped_params(const Tensor& x, DType dtype, const Opti
   return params;
 }
 
-/// Allocates y and the workspace and runs. `on` keeps the device of x current.
+/// Allocates the workspace and runs. `on` keeps the device of x current.
 template <class Backend>
-Tensor run_grouped(const Backend& on, const Tensor& x, GroupedGemmParams& params) {
+void run_grouped_gemm(const Backend& on, const Tensor& x, GroupedGemmParams& params) {
   GemmParams& p = params.gemm;
-  const Tensor y = empty_on_device_of(x, {p.M, p.out_cols()}, p.dtype);
-  p.y = y.data_ptr();
-  if (p.M == 0 || p.N == 0) return y;
+  if (p.M == 0 || p.N == 0) return;
   if constexpr (Backend::kIsCuda) {
     Expect(x, "x").aligned(16);
     const int vector = p.x.dtype == DType::kFloat8E4M3 ? 16 : 8;
@@ -101,7 +100,52 @@ Tensor run_grouped(const Backend& on, const Tensor& x, GroupedGemmParams& params
   } else {
     cpu::grouped_gemm(params);
   }
+}
+
+/// Allocates y and runs.
+template <class Backend>
+Tensor run_grouped(const Backend& on, const Tensor& x, GroupedGemmParams& params) {
+  GemmParams& p = params.gemm;
+  const Tensor y = empty_on_device_of(x, {p.M, p.out_cols()}, p.dtype);
+  p.y = y.data_ptr();
+  run_grouped_gemm(on, x, params);
   return y;
+}
+
+/// The same to codes and their scales, by the product's kernel where it can.
+template <class Backend>
+std::tuple<Tensor, Tensor> run_quantized_grouped(const Backend& on, const Tensor& x,
+                                                 GroupedGemmParams& params) {
+  GemmParams& p = params.gemm;
+  const std::int64_t cols = p.out_cols();
+  const Tensor codes = empty_on_device_of(x, {p.M, cols}, DType::kFloat8E4M3);
+  const Tensor scale =
+      empty_on_device_of(x, {p.M, ceil_div<std::int64_t>(cols, kScaleGroup)}, DType::kFloat32);
+  auto* scales = static_cast<float*>(scale.data_ptr());
+  if constexpr (Backend::kIsCuda) {
+    if (p.M > 0 && p.N > 0 && grouped_gemm_makes_codes(params)) {
+      p.y = codes.data_ptr();
+      p.y_scale = scales;
+      run_grouped_gemm(on, x, params);
+      return {codes, scale};
+    }
+  }
+  const Tensor y = run_grouped(on, x, params);
+  const QuantizeParams quantize{.dtype = p.dtype,
+                                .granularity = QuantizeParams::Granularity::kGroup,
+                                .rows = p.M,
+                                .cols = p.out_cols(),
+                                .x = y.data_ptr(),
+                                .stride_x_row = cols,
+                                .q = codes.data_ptr(),
+                                .scale = scales,
+                                .partials = nullptr};
+  if constexpr (Backend::kIsCuda) {
+    ridgeline::quantize(quantize, on.stream());
+  } else {
+    cpu::quantize(quantize);
+  }
+  return {codes, scale};
 }
 
 template <class Backend>
@@ -128,12 +172,9 @@ Tensor grouped_linear(const Tensor& x, const Tensor& weight, const Tensor& offse
 }
 
 template <class Backend>
-Tensor grouped_fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
-                          const Tensor& offsets, const OptionalTensor& rows,
-                          const OptionalTensor& bias, const OptionalTensor& x_scale,
-                          const std::string& out_dtype, const std::string& activation,
-                          bool batch_invariant) {
-  const Backend on(x, "x");
+GroupedGemmParams grouped_fp8_params(const Tensor& x, const Tensor& weight,
+                                     const Tensor& weight_scale, const OptionalTensor& x_scale,
+                                     const std::string& out_dtype, const GroupedOptions& options) {
   const DType dtype = named_dtype(out_dtype);
   expect_quantized_dtype<Backend>(dtype, x_scale ? "out_dtype" : "x");
   Expect(weight, "weight").dim(3).dtype(DType::kFloat8E4M3).on_device_of(x, "x");
@@ -156,7 +197,7 @@ Tensor grouped_fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& w
   } else {
     Expect(weight_scale, "weight_scale").shape({experts});
   }
-  GroupedGemmParams params = grouped_params(
+  const GroupedGemmParams params = grouped_params(
       x, dtype, x_scale,
       {.experts = experts,
        .N = N,
@@ -168,10 +209,39 @@ Tensor grouped_fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& w
                  .stride_row = N > 1 ? weight.stride(1) : K,
                  .scales = weight_scale.data_ptr(),
                  .scale_layout = layout}},
-      {offsets, rows, bias, activation, batch_invariant});
+      options);
   check(!Backend::kIsCuda || K % 16 == 0, "weight: expected columns divisible by 16, got ", K);
+  return params;
+}
+
+template <class Backend>
+Tensor grouped_fp8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
+                          const Tensor& offsets, const OptionalTensor& rows,
+                          const OptionalTensor& bias, const OptionalTensor& x_scale,
+                          const std::string& out_dtype, const std::string& activation,
+                          bool batch_invariant) {
+  const Backend on(x, "x");
+  GroupedGemmParams params =
+      grouped_fp8_params<Backend>(x, weight, weight_scale, x_scale, out_dtype,
+                                  {offsets, rows, bias, activation, batch_invariant});
   return run_grouped(on, x, params);
 }
+
+template <class Backend>
+std::tuple<Tensor, Tensor> grouped_fp8_linear_quant(
+    const Tensor& x, const Tensor& weight, const Tensor& weight_scale, const Tensor& offsets,
+    const OptionalTensor& rows, const OptionalTensor& bias, const OptionalTensor& x_scale,
+    const std::string& out_dtype, const std::string& activation, bool batch_invariant,
+    const std::string& out_quant) {
+  check(out_quant == "fp8_group", "out_quant: expected None or 'fp8_group', got '", out_quant,
+        "'");
+  const Backend on(x, "x");
+  GroupedGemmParams params =
+      grouped_fp8_params<Backend>(x, weight, weight_scale, x_scale, out_dtype,
+                                  {offsets, rows, bias, activation, batch_invariant});
+  return run_quantized_grouped(on, x, params);
+}
+
 
 template <class Backend>
 Tensor grouped_int4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
@@ -219,6 +289,7 @@ template <class Backend>
 void register_grouped_gemm(torch::stable::detail::StableLibrary& m) {
   m.impl("grouped_linear", TORCH_BOX(&grouped_linear<Backend>));
   m.impl("grouped_fp8_linear", TORCH_BOX(&grouped_fp8_linear<Backend>));
+  m.impl("grouped_fp8_linear_quant", TORCH_BOX(&grouped_fp8_linear_quant<Backend>));
   m.impl("grouped_int4_linear", TORCH_BOX(&grouped_int4_linear<Backend>));
 }
 

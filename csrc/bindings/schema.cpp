@@ -94,6 +94,10 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "Tensor? rows, Tensor? bias, Tensor? x_scale, str out_dtype, str activation, "
       "bool batch_invariant) -> Tensor");
   m.def(
+      "grouped_fp8_linear_quant(Tensor x, Tensor weight, Tensor weight_scale, Tensor offsets, "
+      "Tensor? rows, Tensor? bias, Tensor? x_scale, str out_dtype, str activation, "
+      "bool batch_invariant, str out_quant) -> (Tensor, Tensor)");
+  m.def(
       "grouped_int4_linear(Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor offsets, "
       "int N, int K, int group, Tensor? rows, Tensor? bias, str activation, bool batch_invariant) "
       "-> Tensor");

@@ -95,7 +95,7 @@ struct GemmParams {
   const void* residual = nullptr;             // [M, out_cols], not y; or null
   std::int64_t stride_residual = 0;
   void* y = nullptr;                          // [M, out_cols], contiguous
-  float* y_scale = nullptr;                   // [M, ceil(out_cols / 256)]: y is e4m3, or null
+  float* y_scale = nullptr;                   // [M, groups of out_cols]: y is e4m3, or null
   void* workspace = nullptr;                  // gemm_workspace_bytes(), aligned to 256
   bool batch_invariant = false;               // a row's bits do not depend on M
   bool weights_ready = false;                 // no kernel of the stream still writes the weight

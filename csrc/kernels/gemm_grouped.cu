@@ -323,6 +323,10 @@ std::size_t grouped_gemm_workspace_bytes(const GroupedGemmParams& params) {
   return gemm_grouped::workspace_bytes(shape, gemm_grouped::choose(shape));
 }
 
+bool grouped_gemm_makes_codes(const GroupedGemmParams& params) {
+  return is_gated(params.gemm.activation) && gemm_grouped::choose(shape_of(params)).scales_groups;
+}
+
 void grouped_gemm(const GroupedGemmParams& params, Stream stream) {
   check(params.experts <= kMaxExperts, "weight: expected at most ", kMaxExperts, " experts, got ",
         params.experts);

@@ -11,7 +11,7 @@ namespace ridgeline {
 struct GroupedGemmParams {
   // M = S rows of y; weight, scales, zero points and bias those of expert 0, biases lie N apart; no
   // norm or perm; where batch_invariant a residual, else none; scales of x are those of its own
-  // rows.
+  // rows; those of y, where it has them, of 128 columns.
   GemmParams gemm = {};
   std::int32_t experts = 0;
   std::int64_t stride_expert = 0;         // bytes between the experts' weights
@@ -28,6 +28,9 @@ struct GroupedGemmParams {
 /// Bytes that grouped_gemm() needs on the current device: for rows of x in the order of y, or of
 /// e4m3 expanded where no kernel multiplies them as they are.
 std::size_t grouped_gemm_workspace_bytes(const GroupedGemmParams& params);
+
+/// Whether grouped_gemm() takes `y_scale` on the current device: else quantize() makes the codes.
+bool grouped_gemm_makes_codes(const GroupedGemmParams& params);
 
 /// Enqueues one or two kernels. x, weight and their rows aligned to 16 bytes, half precision.
 void grouped_gemm(const GroupedGemmParams& params, Stream stream);

@@ -268,10 +268,16 @@ void split_and_launch_terms(const GroupedGemmParams& params, const Choice& choic
 }
 
 /// Rows of e4m3 with a scale for each 128 columns.
-template <class T, bool kGated>
+template <class T>
 void launch_by_groups(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
-  launch_tiles<Tile<T, std::uint8_t, WeightFormat::kFp8, 2, kGroupRows, Way{Int4As::kAny, kGated},
-                    true>>(params, choice, stream);
+  const auto launch = [&]<Way kWay>(std::integral_constant<Way, kWay>) {
+    launch_tiles<Tile<T, std::uint8_t, WeightFormat::kFp8, 2, kGroupRows, kWay, true>>(
+        params, choice, stream);
+  };
+  constexpr Way kPlain{}, kGated{.gated = true}, kCodes{.gated = true, .codes = true};
+  if (params.gemm.y_scale) return launch(std::integral_constant<Way, kCodes>{});
+  if (is_gated(params.gemm.activation)) return launch(std::integral_constant<Way, kGated>{});
+  launch(std::integral_constant<Way, kPlain>{});
 }
 
 template <class T>
@@ -281,10 +287,7 @@ void launch_format(const GroupedGemmParams& params, const Choice& choice, Stream
     case WeightFormat::kDense: return launch_x<T, T, WeightFormat::kDense>(params, choice, stream);
     case WeightFormat::kInt4: return launch_x<T, T, WeightFormat::kInt4>(params, choice, stream);
     case WeightFormat::kFp8:
-      if (choice.scales_groups)
-        return is_gated(params.gemm.activation)
-                   ? launch_by_groups<T, true>(params, choice, stream)
-                   : launch_by_groups<T, false>(params, choice, stream);
+      if (choice.scales_groups) return launch_by_groups<T>(params, choice, stream);
       if (fp8_x) return launch_x<T, std::uint8_t, WeightFormat::kFp8>(params, choice, stream);
       if (params.gemm.weight.scale_layout == ScaleLayout::kBlock)
         return launch_x<T, T, WeightFormat::kFp8, true>(params, choice, stream);

@@ -27,11 +27,12 @@ constexpr bool expands(WeightFormat format) {
   return expands(format, sizeof(X) == 1);
 }
 
-/// What a kernel of its own knows: how int4 meets some rows of x, and whether they and those with a
-/// scale for each 128 columns meet gates and their ups.
+/// What a kernel of its own knows: how int4 meets some rows of x, whether they and those with a
+/// scale for each 128 columns meet gates and their ups, and whether those of the latter leave as
+/// e4m3.
 struct Way {
   Int4As as = Int4As::kAny;
-  bool gated = false;
+  bool gated = false, codes = false;
 };
 
 /// kConsumers_ warpgroups of 64 weight rows each by up to kRows_ rows of x: of few rows one or two,
@@ -201,6 +202,13 @@ struct Planned {
 };
 struct NotPlanned {};
 
+/// The largest outputs of a row that a warpgroup has, of two items by turns: the other has the rest
+/// of the row's outputs where a tile has few rows.
+struct HalfMagnitudes {
+  float of_row[2][2][kWarpgroupRows];
+};
+struct NoMagnitudes {};
+
 /// Fixed parts; behind them the ring, and behind that, of each expert, where its rows begin, and
 /// where its row tiles.
 template <class Tile>
@@ -209,6 +217,8 @@ struct Shared {
 
   alignas(1024) T out[Tile::kConsumers][Tile::kLines][kOutColumns];
   float x_scale[Tile::kScalesRows ? 2 : 1][Tile::kScales];  // of an item, by turns
+  [[no_unique_address]] std::conditional_t<Tile::kWay.codes, HalfMagnitudes, NoMagnitudes>
+      magnitudes;
   alignas(8) std::uint64_t full[kMaxStages], free[kMaxStages];
   alignas(16) std::conditional_t<Tile::kPlanned, Planned<Tile>, NotPlanned> planned;
   alignas(1024) std::uint8_t ring[];

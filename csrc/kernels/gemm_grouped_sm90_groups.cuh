@@ -1,11 +1,15 @@
 #pragma once
 #include "device/activation.cuh"
 #include "device/ptx/ldmatrix.cuh"
+#include "device/ptx/stmatrix.cuh"
+#include "device/ptx/store.cuh"
 #include "device/ptx/warpgroup.cuh"
 #include "device/ptx/wgmma_fp8.cuh"
 #include "kernels/gemm_block_scales.cuh"
+#include "kernels/gemm_codes.cuh"
 #include "kernels/gemm_grouped_sm90_expand.cuh"
 #include "kernels/gemm_grouped_sm90_work.cuh"
+#include "kernels/gemm_quad_scales.cuh"
 
 /// Rows of e4m3 with a scale for each 128 columns by weights with scales of blocks: products of a
 /// stage, which are of 128 columns, are added in float32, times both scales. Sums lie with rows of
@@ -28,13 +32,11 @@ struct Share {
 
 // ---- Products -----------------------------------------------------------------------------------
 
-/// The scales of 128 columns of K: of this thread's two rows of x, and of the tile's gates and ups,
-/// or of both halves of its weight rows. As in the dense kernel each of the four lanes that share
-/// them requests one, a stage ahead, and has the others of its neighbours.
+/// Those of this thread's two rows of x, and of the tile's gates and ups, or of both halves of its
+/// weight rows.
 template <class Tile>
-struct GroupScales {
+struct GroupScales : gemm_detail::QuadScales {
   const float* from;
-  float next, factor[2][2];
 
   __device__ __forceinline__ void start(const Launch& launch, const std::int32_t* x_rows,
                                         const Item& item, const Consumer& me) {
@@ -57,16 +59,7 @@ struct GroupScales {
 
   /// Factors of the stage that was requested; requests stage k.
   __device__ __forceinline__ void advance(int k) {
-    float of_x[2], of_weight[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      of_x[i] = device::from_quad(next, i);
-      of_weight[i] = device::from_quad(next, 2 + i);
-    }
-#pragma unroll
-    for (int w = 0; w < 2; ++w)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) factor[w][r] = of_x[r] * of_weight[w];
+    take();
     next = from[k];
   }
 
@@ -226,6 +219,95 @@ __device__ __forceinline__ void store_part(const Launch& launch, Shared<Tile>& s
   }
 }
 
+/// Gates times their ups to y as e4m3 with a scale for each 128 columns, which are a tile's. Where
+/// the warpgroups have half of a row each they tell each other its largest value, `turn` by turn.
+/// Without a branch.
+template <class Tile>
+__device__ __forceinline__ void store_codes(const Launch& launch, Shared<Tile>& shared,
+                                            const Item& item, const Sums<Tile>& sums, int turn,
+                                            const Consumer& me) {
+  using T = typename Tile::T;
+  constexpr int kEights = kScaleBlock / 16;  // of outputs, of a part
+  const GemmParams& p = launch.grouped.gemm;
+  const Share share(item, me);
+  std::uint32_t rounded[Tile::kParts][kEights][2];
+  gemm_detail::Magnitudes<T> of_part[Tile::kParts];
+#pragma unroll
+  for (int part = 0; part < Tile::kParts; ++part) {
+    of_part[part] = {device::zero_pair<T>(), device::zero_pair<T>()};
+#pragma unroll
+    for (int i = 0; i < kEights; ++i)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const float* gate = sums[part][2 * i] + 2 * r;
+        const float* up = sums[part][2 * i + 1] + 2 * r;
+        rounded[part][i][r] = pack<T>(__fmul_rn(device::silu<true>(gate[0]), up[0]),
+                                      __fmul_rn(device::silu<true>(gate[1]), up[1]));
+        of_part[part].add(r, rounded[part][i][r]);
+      }
+  }
+  const int row = me.warp * 16 + me.quad;  // of the warpgroup's, the first
+  auto& magnitudes = shared.magnitudes.of_row[turn];
+  float largest[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const auto first = of_part[0].of_row[r];
+    const auto both = device::larger_or_nan(first, of_part[1].of_row[r]);
+    const auto of = share.whole ? both : first;
+    largest[r] = device::warp_reduce<device::MaxOrNaN, 4>(
+        device::larger_or_nan(device::to_float(of.x), device::to_float(of.y)));
+    if (me.in_quad == 0) magnitudes[me.warpgroup][row + 8 * r] = largest[r];
+  }
+  __syncwarp();  // this warp's magnitudes are there, and the last codes have been read
+  ptx::named_barrier_sync_if(!share.whole, kHalvesBarrier, Tile::kMultipliers);
+  const int first_row = share.row + row, groups = p.out_cols() / kScaleBlock;
+  float inverse[2];
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const int other = share.whole ? me.warpgroup : 1 - me.warpgroup;
+    const gemm_detail::CodeScale scale(
+        device::larger_or_nan(largest[r], magnitudes[other][row + 8 * r]));
+    inverse[r] = scale.inverse;
+    const int of_item = first_row + 8 * r;
+    ptx::store_if(me.in_quad == 0 && share.part == 0 && of_item < item.rows,
+                  p.y_scale + (std::int64_t{item.row0} + of_item) * groups + item.column,
+                  scale.scale);
+  }
+  // 16 rows of 128 bytes. A thread has two columns of eight and of the next eight in a word, which
+  // are put in order behind shared memory.
+  char* out = reinterpret_cast<char*>(shared.out[me.warpgroup][me.warp * 16]);
+  const int matrix = me.lane / 8, to_row = matrix % 2 * 8 + me.lane % 8;
+#pragma unroll
+  for (int i = 0; i < kEights / 2; ++i) {
+    std::uint32_t packed[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const int sixteen = i * 2 + j / 2, eight = sixteen % (kEights / 2) * 2, r = j % 2;
+      const auto(&of)[kEights][2] = rounded[sixteen / (kEights / 2)];
+      packed[j] = gemm_detail::code<T>(of[eight][r], of[eight + 1][r], inverse[r]);
+    }
+    ptx::stmatrix(out + to_row * kRowBytes + ((i * 2 + matrix / 2) ^ (to_row % 8)) * kVector,
+                  packed);
+  }
+  __syncwarp();  // the codes are whole
+  constexpr int kCount = 4, kRowsEach = 16 / kCount;  // of a load of all lanes
+  const int of_lane = me.lane / 8, vector = me.lane % 8, out_cols = p.out_cols();
+  const int first = share.row + me.warp * 16 + of_lane;
+  const bool inside = share.whole || vector < kVectors / 2;
+  auto* y = static_cast<std::uint8_t*>(p.y) + (std::int64_t{item.row0} + first) * out_cols +
+            item.column * kScaleBlock + share.part * (kScaleBlock / 2) + vector * kVector;
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int m = of_lane + i * kRowsEach;
+    const uint4 of = *reinterpret_cast<const uint4*>(out + m * kRowBytes +
+                                                     (vector ^ (m % 8)) * kVector);
+    const uint4 codes = {__byte_perm(of.x, of.y, 0x5410), __byte_perm(of.z, of.w, 0x5410),
+                         __byte_perm(of.x, of.y, 0x7632), __byte_perm(of.z, of.w, 0x7632)};
+    if (inside && first + i * kRowsEach < item.rows)
+      *reinterpret_cast<uint4*>(y + std::int64_t{i} * kRowsEach * out_cols) = codes;
+  }
+}
+
 /// The warpgroups that multiply: items that a warp has ready, whose sums go to y beside the first
 /// products of the next.
 template <class Tile>
@@ -240,8 +322,13 @@ __device__ __forceinline__ void consume_groups(const Launch& launch, Shared<Tile
   Item before{};
   Sums<Tile> sums;
   clear<Tile>(sums);
+  int turn = 0;  // of items whose rows both warpgroups have half of
   const auto store = [&](int part) {
-    store_part<Tile>(launch, shared, before, sums, part, here());
+    if constexpr (Tile::kWay.codes) {
+      if (part == 0) store_codes<Tile>(launch, shared, before, sums, turn, here());
+    } else {
+      store_part<Tile>(launch, shared, before, sums, part, here());
+    }
   };
   for (int i = 0;; ++i) {
     ptx::mbarrier_wait(&planned.full[i % 2], i / 2 % 2);
@@ -255,6 +342,7 @@ __device__ __forceinline__ void consume_groups(const Launch& launch, Shared<Tile
     }
     ptx::mbarrier_arrive(&planned.free[i % 2]);  // every lane, for what it read
     if (p.bias) add_bias<Tile>(p, item, sums, here());
+    if (Tile::kWay.codes && !Share(before, me).whole) turn ^= 1;
     before = item;
   }
   store(0);

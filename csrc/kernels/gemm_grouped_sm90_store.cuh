@@ -299,12 +299,16 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
 template <class Tile>
 __device__ __forceinline__ void clear_rows(const Launch& launch, Shared<Tile>& shared) {
   const GemmParams& p = launch.grouped.gemm;
-  const std::int64_t per_row = p.out_cols() / 8;
-  const std::int64_t begin = tables_of(launch, shared).offsets[launch.grouped.experts] * per_row;
-  auto* y = static_cast<uint4*>(p.y);
-  for (std::int64_t i = begin + std::int64_t{blockIdx.x} * Tile::kMultipliers + threadIdx.x;
-       i < p.M * per_row; i += std::int64_t{gridDim.x} * Tile::kMultipliers)
-    y[i] = uint4{};
+  const std::int64_t first = tables_of(launch, shared).offsets[launch.grouped.experts];
+  const auto fill = [&](auto* to, int per_row, auto value) {
+    for (std::int64_t i = first * per_row + std::int64_t{blockIdx.x} * Tile::kMultipliers +
+                          threadIdx.x;
+         i < p.M * per_row; i += std::int64_t{gridDim.x} * Tile::kMultipliers)
+      to[i] = value;
+  };
+  constexpr int kElements = kVector / (Tile::kWay.codes ? 1 : sizeof(typename Tile::T));
+  fill(static_cast<uint4*>(p.y), p.out_cols() / kElements, uint4{});
+  if constexpr (Tile::kWay.codes) fill(p.y_scale, p.out_cols() / kScaleBlock, 1.0f);
 }
 
 }  // namespace ridgeline::gemm_grouped

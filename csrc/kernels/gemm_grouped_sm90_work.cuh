@@ -109,7 +109,8 @@ __device__ __forceinline__ Plan plan_first(const Launch& launch) {
   return plan;
 }
 
-constexpr int kTablesBarrier = 8, kConsumersBarrier = 9;  // behind those of the warpgroups
+// Behind those of the warpgroups.
+constexpr int kTablesBarrier = 8, kConsumersBarrier = 9, kHalvesBarrier = 10;
 
 /// Tile `index` of an expert's, or of those of `at`. Tiles of an expert follow each other; up to
 /// kTogether of its row tiles walk its weight side by side. Its rows are dealt evenly.

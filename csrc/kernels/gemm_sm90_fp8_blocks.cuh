@@ -1,19 +1,15 @@
 #pragma once
 #include "device/ptx/wgmma_fp8.cuh"
+#include "kernels/gemm_quad_scales.cuh"
 #include "kernels/gemm_sm90_fp8_store.cuh"
 
 /// Products of the fp8 by fp8 kernel where columns of K have scales: of x's rows, of the weight's
 /// blocks, or of both.
 namespace ridgeline::gemm_fp8 {
 
-/// The scales of 128 columns of K: of this thread's two rows of x, and of both halves of the tile.
-/// Each of the four lanes that share them requests one, a stage ahead, and has the others of its
-/// neighbours: three registers, where there are none to spare. Values that a warp shares the
-/// compiler moved to uniform registers as soon as they were requested, so that each stage waited
-/// for them.
-struct BlockScales {
+/// Those of this thread's two rows of x, and of both halves of the tile.
+struct BlockScales : gemm_detail::QuadScales {
   const float* from = nullptr;  // null: 1
-  float next = 1.0f, factor[2][2];
 
   template <class Tile>
   __device__ __forceinline__ void start(const Launch& launch, const Work& work,
@@ -40,16 +36,7 @@ struct BlockScales {
   }
 
   __device__ __forceinline__ void advance(int k) {
-    float of_x[2], of_half[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      of_x[i] = device::from_quad(next, i);
-      of_half[i] = device::from_quad(next, 2 + i);
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) factor[half][r] = of_x[r] * of_half[half];
+    take();
     request(k);
   }
 };

@@ -1,13 +1,13 @@
 #pragma once
-#include "common/quant_scale.h"
-#include "device/ptx/convert.cuh"
-#include "device/ptx/math.cuh"
 #include "device/ptx/store.cuh"
+#include "kernels/gemm_codes.cuh"
 #include "kernels/gemm_sm90_fp8_overlap.cuh"
 
 /// Gated sums of the fp8 by fp8 kernel that leave as e4m3: 256 columns of a row have one scale, of
 /// two tiles that a block multiplies one after the other.
 namespace ridgeline::gemm_fp8 {
+
+using gemm_detail::code, gemm_detail::CodeScale, gemm_detail::Magnitudes;
 
 constexpr int kCodeColumns = 64;  // of y in a box of codes
 constexpr int kGates = 4;         // times kAtOnce columns of the sums a tile has, ...
@@ -16,22 +16,6 @@ constexpr int kPairs = kAtOnce / 8;  // ... of each of which a thread has so man
 /// What a thread has of a tile's columns of y, rounded as the model rounds them. The weight's rows
 /// are dealt out so that those of two gates are 16 columns of y that follow each other.
 using Rounded = std::uint32_t[kGates][2][kPairs];
-
-/// The largest magnitudes of a thread's two rows, of its even columns and of its odd ones.
-template <class T>
-struct Magnitudes {
-  using Pair = typename device::PairOf<T>::type;
-  Pair of_row[2];
-
-  __device__ __forceinline__ void add(int row, std::uint32_t rounded) {
-    of_row[row] = device::larger_or_nan(of_row[row], __habs2(reinterpret_cast<Pair&>(rounded)));
-  }
-
-  /// Those of both rows in one register, to be kept beside sums and products.
-  __device__ __forceinline__ Pair joined() const {
-    return device::larger_or_nan(Pair{of_row[0].x, of_row[1].x}, Pair{of_row[0].y, of_row[1].y});
-  }
-};
 
 /// Gates [kFirst, kLast) with their ups.
 template <class Tile, int kFirst, int kLast>
@@ -80,34 +64,6 @@ __device__ __forceinline__ void hold(PairRows& rows, const Rounded& rounded, con
     for (int r = 0; r < 2; ++r)
       rows.held[index][r][me.lane] = make_uint4(rounded[index][r][0], rounded[index][r][1],
                                                 rounded[index][r][2], rounded[index][r][3]);
-}
-
-/// scale_of_amax() of e4m3 and its inverse, without a branch, beside which products cannot be made:
-/// the same bits.
-struct CodeScale {
-  float scale, inverse;
-
-  __device__ __forceinline__ explicit CodeScale(float amax) {
-    constexpr float kLargest = 448.0f, kInverse = 1.0f / kLargest, kSmallest = 1.17549435e-38f;
-    const float infinity = __uint_as_float(0x7f800000u);
-    const float near = amax * kInverse;
-    const float quotient = fmaf(fmaf(-kLargest, near, amax), kInverse, near);
-    scale = amax == infinity ? infinity : quotient < kSmallest ? kSmallest : quotient;
-    scale = amax == 0.0f ? 1.0f : scale;
-    const float about = ptx::reciprocal_approx(scale);
-    const float exact = fmaf(about, fmaf(-scale, about, 1.0f), about);
-    inverse = scale == infinity ? 0.0f : exact;
-  }
-};
-
-/// Four codes of two pairs.
-template <class T>
-__device__ __forceinline__ std::uint32_t code(std::uint32_t first, std::uint32_t second,
-                                              float inverse) {
-  const std::uint32_t pairs[2] = {first, second};
-  const auto of = device::floats(reinterpret_cast<const device::Vec<T, 4>&>(pairs));
-  return ptx::pack_e4m3(of.data[0] * inverse, of.data[1] * inverse, of.data[2] * inverse,
-                        of.data[3] * inverse);
 }
 
 /// Scales and codes of a pair to y, without a branch.

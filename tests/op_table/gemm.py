@@ -598,7 +598,7 @@ def _fp8_coded(**inputs: Any) -> Tensor:
     return codes.float() * spread(scale, codes, "group256")
 
 
-def _half_a_code_of_a_product(expected: Tensor) -> Tensor:
+def half_a_code_of_a_product(expected: Tensor) -> Tensor:
     """Beside half a step of e4m3 the product's rounding, and what sums that cancel keep of it."""
     finite = torch.where(torch.isfinite(expected), expected.abs(), 0.0)
     largest = finite.max() if finite.numel() else torch.zeros(())
@@ -609,7 +609,7 @@ FP8_CODED = OpCase(
     name="fp8_linear_quant",
     op=_fp8_coded,
     reference=_fp8_reference,
-    bound=_half_a_code_of_a_product,
+    bound=half_a_code_of_a_product,
     dtypes=HALVES,
     devices=("cpu",),  # CUDA's codes are judged bit for bit by test_gemm_fp8
     samples=[

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import ridgeline
 from op_table import Context, Error, Lazy, OpCase, Sample, normal, tensor
-from op_table.gemm import HALVES, _fp8_reference, _int4_weight, _positive, fp8, linear
+from op_table.gemm import (
+    HALVES,
+    _fp8_reference,
+    _int4_weight,
+    _positive,
+    fp8,
+    half_a_code_of_a_product,
+    linear,
+)
+from op_table.quantize import spread
 
 
 def _grouped(
@@ -236,6 +246,31 @@ GROUPED_FP8 = OpCase(
 )  # fmt: skip
 
 
+def _grouped_fp8_coded(**inputs: Any) -> Tensor:
+    codes, scale = ridgeline.ops.grouped_fp8_linear(**inputs, out_quant="fp8_group")
+    return codes.float() * spread(scale, codes, "group")
+
+
+GROUPED_FP8_CODED = OpCase(
+    name="grouped_fp8_linear_quant",
+    op=_grouped_fp8_coded,
+    reference=_grouped_fp8,
+    bound=half_a_code_of_a_product,
+    dtypes=HALVES,
+    devices=("cpu",),  # CUDA's codes are judged bit for bit by test_gemm_grouped
+    samples=[
+        Sample("two groups and a part, gathered, biases, rows of none", x=normal(40, 144),
+               weight=fp8(3, 300, 144), weight_scale=_positive(3, 300), offsets=at(0, 70, 71, 147),
+               rows=indices(MIXED), bias=normal(3, 300)),
+        Sample("scales of columns and of blocks, gated", x=fp8(40, 400), weight=fp8(3, 512, 400),
+               weight_scale=_positive(3, 4, 4), offsets=at(0, 20, 20, 38),
+               x_scale=_positive(40, 4), out_dtype=torch.bfloat16, activation="silu_mul"),
+        Sample("no rows", x=normal(0, 64), weight=fp8(2, 32, 64), weight_scale=_positive(2),
+               offsets=at(0, 0, 0)),
+    ],
+)  # fmt: skip
+
+
 # ---- int4: judged against the dequantised values -----------------------------------------------
 
 
@@ -328,4 +363,4 @@ GROUPED_INT4 = OpCase(
     ],
 )  # fmt: skip
 
-CASES = [GROUPED, GROUPED_FP8, GROUPED_INT4]
+CASES = [GROUPED, GROUPED_FP8, GROUPED_FP8_CODED, GROUPED_INT4]

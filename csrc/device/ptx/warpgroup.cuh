@@ -30,6 +30,18 @@ __device__ __forceinline__ void named_barrier_sync(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+/// The same by warps for which `arrives` holds, without a branch.
+__device__ __forceinline__ void named_barrier_sync_if(bool arrives, int barrier, int threads) {
+  asm volatile(
+      "{\n"
+      ".reg .pred arrives;\n"
+      "setp.ne.s32 arrives, %2, 0;\n"
+      "@arrives bar.sync %0, %1;\n"
+      "}" ::"r"(barrier),
+      "r"(threads), "r"(static_cast<int>(arrives))
+      : "memory");
+}
+
 /// The same where warps reach one arrival at different places of a program: `bar` promises that all
 /// who wait execute one and the same instruction.
 __device__ __forceinline__ void unaligned_barrier_sync(int barrier, int threads) {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor
 
 from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
+from ridgeline.ops._out_quant import quantised_like, written
 from ridgeline.ops.int4_weight import Int4Experts
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
@@ -56,6 +59,36 @@ def grouped_linear(
     return inference_only(out, "grouped_linear", x, weight, bias)
 
 
+@overload
+def grouped_fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    *,
+    rows: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    x_scale: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    activation: str | None = ...,
+    batch_invariant: bool = ...,
+    out_quant: None = ...,
+) -> Tensor: ...
+@overload
+def grouped_fp8_linear(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    *,
+    rows: Tensor | None = ...,
+    bias: Tensor | None = ...,
+    x_scale: Tensor | None = ...,
+    out_dtype: torch.dtype | None = ...,
+    activation: str | None = ...,
+    batch_invariant: bool = ...,
+    out_quant: Literal["fp8_group"],
+) -> tuple[Tensor, Tensor]: ...
 def grouped_fp8_linear(
     x: Tensor,
     weight: Tensor,
@@ -68,7 +101,8 @@ def grouped_fp8_linear(
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
     batch_invariant: bool = False,
-) -> Tensor:
+    out_quant: Literal["fp8_group"] | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`grouped_linear` with weights in float8 e4m3 and float32 scales.
 
     On Hopper bfloat16 rows, of which experts have up to 160 in the mean, are multiplied as two
@@ -88,16 +122,19 @@ def grouped_fp8_linear(
         x_scale: float32, for a float8 ``x`` only: one value or one a row of ``x``; by scales of
             blocks ``[rows of x, ceil(K / 128)]`` or ``[rows of x, ceil(K / 256)]``.
         out_dtype: of the result; None: that of ``x``, or bfloat16 for a float8 ``x``.
+        out_quant: "fp8_group": the output, rounded to ``out_dtype``, as :func:`quantize_fp8` with
+            "group" makes codes of it: of many rows by scales of blocks, with "silu_mul" on Hopper,
+            in the product's kernel.
         offsets, rows, bias, activation, batch_invariant: as in :func:`grouped_linear`.
 
     Returns:
-        A new tensor ``[S, N]`` (gated: ``[S, N / 2]``).
+        A new tensor ``[S, N]`` (gated: ``[S, N / 2]``); with ``out_quant`` float8_e4m3fn, and its
+        scales, float32 ``[S, ceil(N / 128)]`` (gated: of N / 2).
 
     Raises:
         ValueError: dtype, device or shape differ from the above; the message names the argument.
     """
-    name = str(_out_dtype(x, out_dtype)).removeprefix("torch.")
-    out = _ops.grouped_fp8_linear(
+    given = (
         x,
         weight,
         weight_scale,
@@ -105,11 +142,15 @@ def grouped_fp8_linear(
         rows,
         bias,
         x_scale,
-        name,
+        str(_out_dtype(x, out_dtype)).removeprefix("torch."),
         activation or "none",
         batch_invariant,
     )
-    return inference_only(out, "grouped_fp8_linear", x, weight, weight_scale, bias, x_scale)
+    inputs = ("grouped_fp8_linear", x, weight, weight_scale, bias, x_scale)
+    if out_quant is not None:
+        codes, scale = _ops.grouped_fp8_linear_quant(*given, out_quant)
+        return inference_only(codes, *inputs), inference_only(scale, *inputs)
+    return inference_only(_ops.grouped_fp8_linear(*given), *inputs)
 
 
 def grouped_int4_linear(
@@ -203,6 +244,26 @@ def _(
     return x.new_empty(_rows_of(x, rows), columns, dtype=getattr(torch, out_dtype))
 
 
+@register_fake("grouped_fp8_linear_quant")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    offsets: Tensor,
+    rows: Tensor | None,
+    bias: Tensor | None,
+    x_scale: Tensor | None,
+    out_dtype: str,
+    activation: str,
+    batch_invariant: bool,
+    out_quant: str,
+) -> tuple[Tensor, Tensor]:
+    if out_quant != "fp8_group":
+        raise ValueError(f"out_quant: expected None or 'fp8_group', got {out_quant!r}")
+    columns = weight.shape[1] // (2 if activation in _GATED else 1)
+    return quantised_like(x.new_empty(_rows_of(x, rows), columns), out_quant)
+
+
 @register_fake("grouped_int4_linear")
 def _(
     x: Tensor,
@@ -230,6 +291,7 @@ def _cost(
     others: tuple[Tensor | None, ...],
     activation: str | None,
     unit: str,
+    out_quant: str | None = None,
 ) -> Cost:
     """Of the most experts and rows of x that the rows can touch: which they do is on the device."""
     N, K = shape
@@ -238,7 +300,8 @@ def _cost(
     columns = N // 2 if activation in _GATED else N
     rows_read = min(count, x.shape[0]) * K * x.itemsize
     read = rows_read + nbytes(*others) + int(min(count, experts) * of_one)
-    return Cost(bytes=read + count * columns * element, flops=2 * count * N * K, unit=unit)
+    moved = read + written((count, columns), element, out_quant)
+    return Cost(bytes=moved, flops=2 * count * N * K, unit=unit)
 
 
 @cost_of("grouped_linear")
@@ -271,6 +334,7 @@ def _(
     x_scale: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     activation: str | None = None,
+    out_quant: str | None = None,
     **_unused: object,
 ) -> Cost:
     experts, N, K = weight.shape
@@ -278,7 +342,7 @@ def _(
     unit = "fp8" if x.dtype == torch.float8_e4m3fn else "bf16"
     element = _out_dtype(x, out_dtype).itemsize
     others = (offsets, rows, bias, x_scale)
-    return _cost(x, experts, of_one, (N, K), element, others, activation, unit)
+    return _cost(x, experts, of_one, (N, K), element, others, activation, unit, out_quant)
 
 
 @cost_of("grouped_int4_linear")
