@@ -672,6 +672,28 @@ def test_inputs_of_blocks_have_scales_of_columns_where_rows_are_not_few():
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_codes_go_from_one_product_of_experts_to_the_next(tmp_path: Path):
+    """As the second would make them of the first's output, where rows are not few."""
+    save_block_experts(tmp_path / "blocks", tmp_path / "plain")
+    experts = load(tmp_path / "blocks").layers[0].experts
+    up, down = experts.up, experts.down
+    assert isinstance(up, Fp8ExpertLinear) and isinstance(down, Fp8ExpertLinear)
+    for tokens in (10, 11):  # of which each has two rows, of five experts
+        x = torch.randn(tokens, 256, generator=torch.Generator().manual_seed(tokens))
+        weights, offsets, rows, places = ops.route_experts(
+            experts.router(x), 2, normalized=experts.normalized
+        )
+        codes = up.codes_for(down, x, offsets, rows, "silu_mul")
+        assert (codes is None) == (tokens == 10)
+        hidden = up(x, offsets, rows, "silu_mul")
+        if codes is not None:
+            values, scale = ops.quantize_fp8(hidden, "group")
+            assert torch.equal(codes.values.view(torch.uint8), values.view(torch.uint8))
+            assert torch.equal(codes.scale, scale)
+        expected = ops.combine_experts(down(hidden, offsets, None, None), places, weights)
+        assert torch.equal(experts(x), expected)
+
+
 def test_experts_that_end_within_a_block_are_expanded():
     weight = ScaledCodes(torch.randn(3 * 64, 128).to(torch.float8_e4m3fn), torch.rand(2, 1),
                          (128, 128))  # fmt: skip

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ridgeline import ops
-from ridgeline.models.linear import pack_int4
+from ridgeline.models.linear import Codes, pack_int4
 from ridgeline.models.stored_linear import packed_int4
 from ridgeline.quant.stored import FP8_BLOCK, Expanded, GroupedCodes, ScaledCodes, Weight, dense
 
@@ -119,32 +119,48 @@ class Fp8ExpertLinear:
     def unit(self) -> str:
         return "bf16" if self.weight_only else "fp8"
 
-    def _codes(self, x: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
-        """x, of which ``rows`` are multiplied, and its scale."""
-        if self.weight_only:
-            return x, None
-        if self.scale.dim() < 3:
-            return ops.quantize_fp8(x, "row")
-        if self.batch_invariant or rows <= _FEW_ROWS * self.experts:
-            return x, None
-        return ops.quantize_fp8(x, "group")
+    def _has_groups(self, rows: int) -> bool:
+        """Whether so many rows of inputs are quantised with a scale for 128 columns."""
+        by_blocks = not self.weight_only and self.scale.dim() == 3
+        return by_blocks and not self.batch_invariant and rows > _FEW_ROWS * self.experts
+
+    def _operands(
+        self, x: Tensor | Codes, rows: Tensor | None, activation: str | None
+    ) -> dict[str, Any]:
+        """Of the product; inputs are quantised where they are to be."""
+        values, x_scale = (x, None) if isinstance(x, Tensor) else (x.values, x.scale)
+        if isinstance(x, Tensor) and not self.weight_only:
+            if self.scale.dim() < 3:
+                values, x_scale = ops.quantize_fp8(x, "row")
+            elif self._has_groups(len(x if rows is None else rows)):
+                values, x_scale = ops.quantize_fp8(x, "group")
+        return {
+            "x": values,
+            "weight": self.weight,
+            "weight_scale": self.scale,
+            "rows": rows,
+            "bias": self.bias,
+            "x_scale": x_scale,
+            "out_dtype": x.dtype,
+            "activation": activation,
+            "batch_invariant": self.batch_invariant,
+        }
 
     def __call__(
-        self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
+        self, x: Tensor | Codes, offsets: Tensor, rows: Tensor | None, activation: str | None
     ) -> Tensor:
-        codes, x_scale = self._codes(x, len(x if rows is None else rows))
-        return ops.grouped_fp8_linear(
-            codes,
-            self.weight,
-            self.scale,
-            offsets,
-            rows=rows,
-            bias=self.bias,
-            x_scale=x_scale,
-            out_dtype=x.dtype,
-            activation=activation,
-            batch_invariant=self.batch_invariant,
-        )
+        operands = self._operands(x, rows, activation)
+        return ops.grouped_fp8_linear(offsets=offsets, **operands)
+
+    def codes_for(
+        self, following: Fp8ExpertLinear, x: Tensor, offsets: Tensor, rows: Tensor, activation: str
+    ) -> Codes | None:
+        """``act(self(x))`` as ``following`` would quantise it; None where it would not."""
+        if not following._has_groups(len(rows)):
+            return None
+        operands = self._operands(x, rows, activation)
+        made = ops.grouped_fp8_linear(offsets=offsets, **operands, out_quant="fp8_group")
+        return Codes(*made, x.dtype)
 
 
 def make_experts(

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ridgeline import ops
-from ridgeline.models.expert_linear import ExpertLinear
+from ridgeline.models.expert_linear import ExpertLinear, Fp8ExpertLinear
 from ridgeline.models.linear import DenseLinear
 
 
@@ -39,15 +39,21 @@ class Experts:
         """``[tokens, hidden]``, both."""
         logits = self.router(x)
         routing = ops.route_experts(logits, self.per_token, normalized=self.normalized)
-        hidden = self._activated(x, routing.offsets, routing.rows)
-        out = self.down(hidden, routing.offsets, None, None)
+        out = self._products(x, routing.offsets, routing.rows)
         return ops.combine_experts(out, routing.places, routing.weights)
 
-    def _activated(self, x: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
-        activation = "silu_mul" if self.limit is None else None
-        hidden = self.up(x, offsets, rows, activation)
-        if self.limit is None:
-            return hidden
-        gate, up = hidden.chunk(2, -1)
-        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
-        return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+    def _products(self, x: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
+        if self.limit is not None:
+            hidden = _clamped(self.up(x, offsets, rows, None), self.limit)
+            return self.down(hidden, offsets, None, None)
+        if isinstance(self.up, Fp8ExpertLinear) and isinstance(self.down, Fp8ExpertLinear):
+            codes = self.up.codes_for(self.down, x, offsets, rows, "silu_mul")
+            if codes is not None:
+                return self.down(codes, offsets, None, None)
+        return self.down(self.up(x, offsets, rows, "silu_mul"), offsets, None, None)
+
+
+def _clamped(hidden: Tensor, limit: float) -> Tensor:
+    gate, up = hidden.chunk(2, -1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
