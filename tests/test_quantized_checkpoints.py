@@ -646,30 +646,35 @@ def test_the_gpu_multiplies_experts_with_scales_of_blocks(tmp_path: Path):
         assert (actual - expected).norm() < (8e-3 if tokens < 11 else 6e-2) * expected.norm()
 
 
-def test_inputs_of_blocks_have_scales_of_columns_where_rows_are_not_few():
-    weight = ScaledCodes(torch.randn(2 * 128, 256).to(torch.float8_e4m3fn), torch.rand(2, 2),
-                         (128, 128))  # fmt: skip
+@pytest.mark.parametrize(("scales", "few"), [("row", 2), ("group", 4)])
+def test_inputs_of_experts_are_quantised_where_rows_are_not_few(scales: str, few: int):
+    codes = torch.randn(2 * 128, 256).to(torch.float8_e4m3fn)
+    weight = (
+        ScaledCodes(codes, torch.rand(2, 2), (128, 128))
+        if scales == "group"
+        else ScaledCodes(codes, torch.rand(256))
+    )
     made, _ = make_experts(weight, None, 2, torch.float32, None)
     invariant, _ = make_experts(weight, None, 2, torch.float32, None, batch_invariant=True)
     assert isinstance(made, Fp8ExpertLinear)
-    x = torch.randn(9, 256)
-    codes, x_scale = ops.quantize_fp8(x, "group")
-    rounded = codes.float() * x_scale.repeat_interleave(128, 1)
+    x = torch.randn(2 * few + 1, 256)
+    values, x_scale = ops.quantize_fp8(x, scales)
+    rounded = values.float() * x_scale.repeat_interleave(256 // x_scale.shape[-1], 1)
 
-    def product(inputs: Tensor, count: int) -> Tensor:
-        offsets = torch.tensor([0, 5, count], dtype=torch.int32)
-        return ops.grouped_fp8_linear(inputs[:count], made.weight, made.scale, offsets)
+    def product(inputs: Tensor) -> Tensor:
+        offsets = torch.tensor([0, 3, len(inputs)], dtype=torch.int32)
+        return ops.grouped_fp8_linear(inputs, made.weight, made.scale, offsets)
 
-    for count, inputs in ((8, x), (9, rounded)):  # four rows an expert, and more
-        offsets = torch.tensor([0, 5, count], dtype=torch.int32)
-        actual = made(x[:count], offsets, None, None)
-        torch.testing.assert_close(actual, product(inputs, count), rtol=1e-5, atol=1e-5)
-        assert torch.equal(invariant(x[:count], offsets, None, None), product(x, count))
-    rows = torch.arange(9, dtype=torch.int32) % 3  # it is rows of y that count
-    offsets = torch.tensor([0, 5, 9], dtype=torch.int32)
-    actual = made(x[:3], offsets, rows, None)
-    expected = product(rounded[rows.long()], 9)
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    def same(actual: Tensor, expected: Tensor) -> None:
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+
+    for count, inputs in ((2 * few, x), (2 * few + 1, rounded)):
+        offsets = torch.tensor([0, 3, count], dtype=torch.int32)
+        same(made(x[:count], offsets, None, None), product(inputs[:count]))
+        always = x if scales == "group" else rounded
+        same(invariant(x[:count], offsets, None, None), product(always[:count]))
+    rows = torch.arange(2 * few + 1, dtype=torch.int32) % 3  # it is rows of y that count
+    same(made(x[:3], offsets, rows, None), product(rounded[rows.long()]))
 
 
 def test_codes_go_from_one_product_of_experts_to_the_next(tmp_path: Path):
