@@ -27,6 +27,12 @@ def torch_gelu_mul(x: Tensor) -> Tensor:
     return F.gelu(gate) * up
 
 
+def torch_swiglu_clamped(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
+
+
 def activations(bench: Bench, rows: int, cols: int, dtype: torch.dtype) -> None:
     def matrix(width: int) -> Tensor:
         return torch.randn(rows, width, device=bench.device, dtype=dtype)
@@ -44,7 +50,11 @@ def activations(bench: Bench, rows: int, cols: int, dtype: torch.dtype) -> None:
         cost=op_cost("bias_gelu", matrix(cols), vector()),
         fields=fields,
     )
-    for op, torchs in (("silu_mul", torch_silu_mul), ("gelu_mul", torch_gelu_mul)):
+    for op, torchs in (
+        ("silu_mul", torch_silu_mul),
+        ("gelu_mul", torch_gelu_mul),
+        ("swiglu_clamped", torch_swiglu_clamped),
+    ):
         compare(
             bench,
             op,

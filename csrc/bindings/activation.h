@@ -1,4 +1,5 @@
 #pragma once
+#include <cmath>
 #include <string>
 #include <tuple>
 
@@ -50,7 +51,8 @@ inline std::vector<std::int64_t> gated_sizes(const Tensor& x, const Rows& rows) 
 }
 
 template <class Backend>
-Tensor gated(const Tensor& x, ActivationParams::Function function) {
+Tensor gated(const Tensor& x, ActivationParams::Function function, float limit = 0.0f,
+             float alpha = 0.0f) {
   const Backend on(x, "x");
   Expect(x, "x").float_dtype();
   const Rows rows = rows_of(x, "x");
@@ -64,7 +66,9 @@ Tensor gated(const Tensor& x, ActivationParams::Function function) {
                                 .stride_x_row = rows.stride,
                                 .bias = nullptr,
                                 .y = y.data_ptr(),
-                                .weights_ready = false};
+                                .weights_ready = false,
+                                .limit = limit,
+                                .alpha = alpha};
   if constexpr (Backend::kIsCuda) {
     ridgeline::gated_act(params, on.stream());
   } else {
@@ -111,11 +115,21 @@ Tensor gelu_mul(const Tensor& x, const std::string& approximate) {
 }
 
 template <class Backend>
+Tensor swiglu_clamped(const Tensor& x, double limit, double alpha) {
+  check(limit > 0.0, "limit: expected a positive number, got ", limit);
+  const auto alpha32 = static_cast<float>(alpha);
+  check(std::isfinite(alpha32), "alpha: expected a finite float32, got ", alpha);
+  return gated<Backend>(x, ActivationParams::Function::kSwigluClamped, static_cast<float>(limit),
+                        alpha32);
+}
+
+template <class Backend>
 void register_activation(torch::stable::detail::StableLibrary& m) {
   m.impl("bias_gelu", TORCH_BOX(&bias_gelu<Backend>));
   m.impl("silu_mul", TORCH_BOX(&silu_mul<Backend>));
   m.impl("silu_mul_quant", TORCH_BOX(&silu_mul_quant<Backend>));
   m.impl("gelu_mul", TORCH_BOX(&gelu_mul<Backend>));
+  m.impl("swiglu_clamped", TORCH_BOX(&swiglu_clamped<Backend>));
 }
 
 }  // namespace ridgeline::bindings

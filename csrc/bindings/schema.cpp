@@ -55,6 +55,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def("silu_mul(Tensor x) -> Tensor");
   m.def("silu_mul_quant(Tensor x, str out_quant) -> (Tensor, Tensor)");
   m.def("gelu_mul(Tensor x, str approximate) -> Tensor");
+  m.def("swiglu_clamped(Tensor x, float limit, float alpha) -> Tensor");
 
   m.def("row_reduce(Tensor x, str op) -> Tensor");
   m.def("softmax(Tensor x) -> Tensor");

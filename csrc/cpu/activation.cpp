@@ -22,14 +22,27 @@ float activate(float value) {
   return silu(value);
 }
 
-/// Calls fn(constant) with the function as a compile-time constant.
+/// Calls fn(constant) with a function of one value as a compile-time constant.
 template <class Fn>
 void dispatch_function(Function function, Fn&& fn) {
   switch (function) {
     case Function::kGelu: return fn(std::integral_constant<Function, Function::kGelu>{});
     case Function::kGeluTanh: return fn(std::integral_constant<Function, Function::kGeluTanh>{});
     case Function::kSilu: return fn(std::integral_constant<Function, Function::kSilu>{});
+    case Function::kSwigluClamped: return;  // of gate and up: dispatch_gated's
   }
+}
+
+/// Calls fn(product) with product(gate, up), the gated function of the call.
+template <class Fn>
+void dispatch_gated(const ActivationParams& params, Fn&& fn) {
+  if (params.function == Function::kSwigluClamped)
+    return fn([limit = params.limit, alpha = params.alpha](float gate, float up) {
+      return swiglu_clamped(gate, up, limit, alpha);
+    });
+  dispatch_function(params.function, [&](auto function) {
+    fn([&](float gate, float up) { return activate<function()>(gate) * up; });
+  });
 }
 
 /// Calls fn(row, first column, columns) for pieces of at most kChunk columns, in parallel.
@@ -66,7 +79,7 @@ void bias_act(const ActivationParams& params) {
 
 void gated_act(const ActivationParams& params) {
   dispatch_float(params.dtype, [&](auto type) {
-    dispatch_function(params.function, [&](auto function) {
+    dispatch_gated(params, [&](auto product) {
       using T = typename decltype(type)::type;
       for_each_chunk(params, [&](std::int64_t row, std::int64_t first, std::int64_t count) {
         float gate_buffer[kChunk], up_buffer[kChunk];
@@ -76,7 +89,7 @@ void gated_act(const ActivationParams& params) {
         const float* up = as_floats(x_row + params.cols + first, count, up_buffer);
         float* out = begin_row(y, gate_buffer);
 #pragma omp simd
-        for (std::int64_t c = 0; c < count; ++c) out[c] = activate<function()>(gate[c]) * up[c];
+        for (std::int64_t c = 0; c < count; ++c) out[c] = product(gate[c], up[c]);
         finish_row(out, count, y);
       });
     });

@@ -21,4 +21,13 @@ inline float gelu_tanh(float x) {
   return x / (1.0f + exp(-twice_u));
 }
 
+/// gate * sigmoid(alpha * gate) * (up + 1), gate clamped to `limit` and up to -limit and limit
+/// first. NaN compares as false and stays.
+inline float swiglu_clamped(float gate, float up, float limit, float alpha) {
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up;
+  up = up < -limit ? -limit : up;
+  return gate / (1.0f + exp(-alpha * gate)) * (up + 1.0f);
+}
+
 }  // namespace ridgeline::cpu

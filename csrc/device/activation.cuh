@@ -44,4 +44,13 @@ __device__ __forceinline__ float gelu_tanh(float x) {
   return times_logistic<kFast>(x, x * (1.59576912f + 0.0713548163f * x * x));
 }
 
+/// gate * logistic(alpha * gate) * (up + 1), gate clamped to `limit` and up to -limit and limit
+/// first. NaN stays NaN.
+template <bool kFast>
+__device__ __forceinline__ float swiglu_clamped(float gate, float up, float limit, float alpha) {
+  gate = ptx::min_nan(gate, limit);
+  up = ptx::max_nan(ptx::min_nan(up, limit), -limit);
+  return times_logistic<kFast>(gate, alpha * gate) * (up + 1.0f);
+}
+
 }  // namespace ridgeline::device

@@ -67,14 +67,28 @@ __device__ void load_column(device::Vec<T, kWidth> (&pieces)[kRows],
       pieces[i] = device::load_vec<kWidth>(x + place.row(i) * params.stride_x_row);
 }
 
-/// Calls fn(act) with the activation of the call.
+/// Calls fn(act) with the call's activation of one value.
 template <bool kFast, class Fn>
 __device__ void with_function(Function function, Fn&& fn) {
   switch (function) {
     case Function::kGelu: return fn([](float v) { return device::gelu<kFast>(v); });
     case Function::kGeluTanh: return fn([](float v) { return device::gelu_tanh<kFast>(v); });
     case Function::kSilu: return fn([](float v) { return device::silu<kFast>(v); });
+    case Function::kSwigluClamped: return;  // of gate and up: with_gated's
   }
+}
+
+/// Calls fn(product) with product(gate, up), the call's gated function. kClamped: kSwigluClamped.
+template <bool kFast, bool kClamped, class Fn>
+__device__ void with_gated(const ActivationParams& params, Fn&& fn) {
+  if constexpr (kClamped)
+    fn([&](float gate, float up) {
+      return device::swiglu_clamped<kFast>(gate, up, params.limit, params.alpha);
+    });
+  else
+    with_function<kFast>(params.function, [&](auto act) {
+      fn([&](float gate, float up) { return act(gate) * up; });
+    });
 }
 
 // ---- Kernels ------------------------------------------------------------------------------------
@@ -113,7 +127,7 @@ __global__ void __launch_bounds__(kThreads) bias_act_kernel(const __grid_constan
 }
 
 /// As above; a thread reads its pieces of both halves of x. Bytes: both halves in, y out.
-template <class T, int kWidth, int kRows>
+template <class T, int kWidth, int kRows, bool kClamped>
 __global__ void __launch_bounds__(kThreads)
     gated_act_kernel(const __grid_constant__ Launch launch) {
   const ActivationParams& params = launch.params;
@@ -126,13 +140,13 @@ __global__ void __launch_bounds__(kThreads)
   load_column(up, place, params, params.cols);
 
   T* y = static_cast<T*>(params.y) + place.column;
-  with_function<sizeof(T) == 2>(params.function, [&](auto act) {
+  with_gated<sizeof(T) == 2, kClamped>(params, [&](auto product) {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
       if (!place.holds(i)) continue;
       device::Vec<float, kWidth> values = device::floats(gate[i]), factors = device::floats(up[i]);
 #pragma unroll
-      for (int j = 0; j < kWidth; ++j) values.data[j] = act(values.data[j]) * factors.data[j];
+      for (int j = 0; j < kWidth; ++j) values.data[j] = product(values.data[j], factors.data[j]);
       device::store(y + place.row(i) * params.cols, device::rounded<T>(values));
     }
   });
@@ -179,10 +193,12 @@ void bias_act(const ActivationParams& params, Stream stream) {
 }
 
 void gated_act(const ActivationParams& params, Stream stream) {
-  dispatch(params, [&](auto type, auto width, auto rows, const Launch& launch, int blocks) {
-    using T = typename decltype(type)::type;
-    device::launch_chained<gated_act_kernel<T, width(), rows()>>(dim3(blocks), dim3(kThreads), 0,
-                                                                 stream, launch, "gated_act");
+  dispatch_bool(params.function == Function::kSwigluClamped, [&](auto clamped) {
+    dispatch(params, [&](auto type, auto width, auto rows, const Launch& launch, int blocks) {
+      using T = typename decltype(type)::type;
+      device::launch_chained<gated_act_kernel<T, width(), rows(), clamped()>>(
+          dim3(blocks), dim3(kThreads), 0, stream, launch, "gated_act");
+    });
   });
 }
 

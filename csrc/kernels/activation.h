@@ -7,11 +7,13 @@ namespace ridgeline {
 /// Elementwise, in fp32 between one read and one write:
 ///   bias_act   y[r, c] = act(x[r, c] + bias[c])
 ///   gated_act  y[r, c] = act(x[r, c]) * x[r, cols + c]
+///              of kSwigluClamped g * logistic(alpha * g) * (u + 1), where g = min(x[r, c], limit)
+///              and u = x[r, cols + c] clamped to -limit and limit; NaN stays NaN
 ///
 /// Roofline: bias_act 2, gated_act 3 accesses an element of y, at most 20 instructions: bandwidth
 /// at many rows, launch latency at few.
 struct ActivationParams {
-  enum class Function : std::uint8_t { kGelu, kGeluTanh, kSilu };
+  enum class Function : std::uint8_t { kGelu, kGeluTanh, kSilu, kSwigluClamped };
 
   DType dtype;                // of x, bias and y
   Function function;
@@ -22,6 +24,8 @@ struct ActivationParams {
   const void* bias;           // [cols]; null for gated_act
   void* y;                    // [rows, cols] contiguous
   bool weights_ready;         // no kernel of the stream still writes bias: it may be read early
+  float limit = 0.0f;         // of kSwigluClamped: above zero; infinity clamps nothing
+  float alpha = 0.0f;         // of kSwigluClamped: finite
 };
 
 /// silu(x[r, c]) * x[r, cols + c] as 8-bit codes: value = y * y_scale, the scale being the largest

@@ -31,6 +31,12 @@ def _gelu_mul(x: Tensor, approximate: str = "none") -> Tensor:
     return F.gelu(gate, approximate=approximate) * up
 
 
+def _swiglu_clamped(x: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(alpha * gate))
+
+
 def wider(rows: int, cols: int, stride: int, start: int) -> Lazy:
     """[rows, cols] at `stride` elements a row, beginning `start` elements into its storage."""
     flat = normal(start + rows * stride)
@@ -119,5 +125,37 @@ CASES = [
             Sample("the tanh form", x=normal(9, 96, scale=3.0), approximate="tanh"),
         ],
         errors=[ODD, Error(r"approximate.*got ''", x=normal(2, 8), approximate="")],
+    ),
+    OpCase(
+        name="swiglu_clamped",
+        op=ridgeline.ops.swiglu_clamped,
+        reference=_swiglu_clamped,
+        competitor=_swiglu_clamped,
+        samples=[
+            *gated_samples(),
+            Sample("both clamped here and there", x=normal(9, 96, scale=8.0)),
+            Sample("another limit", x=normal(9, 96, scale=8.0), limit=2.5),
+            Sample("nothing clamped", x=normal(9, 96, scale=8.0), limit=math.inf),
+            Sample("another alpha", x=normal(9, 96, scale=3.0), alpha=-1.0),
+            Sample("half of the gate", x=normal(9, 96), alpha=0.0),
+            Sample("extremes of up", x=tensor([[*[1.0] * len(EXTREMES), *EXTREMES]])),
+            Sample(
+                "infinities that stay", x=tensor([[math.inf, 1.0, 1.0, -math.inf]]), limit=math.inf
+            ),
+        ],
+        errors=[
+            ODD,
+            Error(r"x.*float32 or.*got int32", x=normal(2, 8).to(torch.int32)),
+            Error(r"x.*last dimension contiguous", x=normal(16, 16).t()),
+            *(
+                Error(f"limit: .*positive.*got {value:g}", x=normal(2, 8), limit=value)
+                for value in (0.0, -7.0, math.nan)
+            ),
+            *(
+                Error(f"alpha: .*finite.*got {value:g}", x=normal(2, 8), alpha=value)
+                for value in (math.inf, math.nan)
+            ),
+            Error(r"alpha: .*finite float32.*1e\+39", x=normal(2, 8), alpha=1e39),
+        ],
     ),
 ]

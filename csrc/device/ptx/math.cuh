@@ -49,4 +49,12 @@ __device__ __forceinline__ float max_nan(float a, float b) {
   return larger;
 }
 
+/// The smaller of two; NaN if one is NaN.
+/// https://docs.nvidia.com/cuda/parallel-thread-execution/#floating-point-instructions-min
+__device__ __forceinline__ float min_nan(float a, float b) {
+  float smaller;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(smaller) : "f"(a), "f"(b));
+  return smaller;
+}
+
 }  // namespace ridgeline::ptx

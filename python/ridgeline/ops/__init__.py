@@ -4,7 +4,7 @@ All ops take CPU or CUDA tensors, work under ``torch.compile(fullgraph=True)`` a
 accumulate in float32 and accept length 0 everywhere.
 """
 
-from ridgeline.ops.activation import bias_gelu, gelu_mul, silu_mul
+from ridgeline.ops.activation import bias_gelu, gelu_mul, silu_mul, swiglu_clamped
 from ridgeline.ops.attention import (
     attention,
     attention_varlen,
@@ -63,6 +63,7 @@ __all__ = [
     "sample",
     "silu_mul",
     "softmax",
+    "swiglu_clamped",
     "top_logprobs",
     "write_kv",
 ]

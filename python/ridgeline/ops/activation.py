@@ -88,6 +88,30 @@ def gelu_mul(x: Tensor, approximate: Approximate = "none") -> Tensor:
     return inference_only(_ops.gelu_mul(x, approximate), "gelu_mul", x)
 
 
+def swiglu_clamped(x: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Tensor:
+    """``(u + 1) * g * sigmoid(alpha * g)``: the gated activation of gpt-oss's experts.
+
+    ``g = gate.clamp(max=limit)`` and ``u = up.clamp(-limit, limit)``, where gate is the first half
+    of the last dimension and up the second; gpt-oss's files have their columns by turns. NaN stays
+    NaN, and a gate of -inf gives NaN, as in torch.
+
+    Args:
+        x: ``[..., 2 * cols]``, float32, float16 or bfloat16; rows contiguous and at one stride.
+        limit: above zero; infinity clamps nothing.
+        alpha: finite as a float32.
+
+    Returns:
+        A new contiguous tensor ``[..., cols]`` of the dtype of ``x``; computed in float32.
+
+    Raises:
+        ValueError: dtype, shape, strides, ``limit`` or ``alpha`` differ from the above; the message
+            names the argument.
+
+    Source: OpenAI, "gpt-oss-120b & gpt-oss-20b Model Card", 2025 (github.com/openai/gpt-oss).
+    """
+    return inference_only(_ops.swiglu_clamped(x, limit, alpha), "swiglu_clamped", x)
+
+
 def _half(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
@@ -112,6 +136,11 @@ def _(x: Tensor, approximate: str) -> Tensor:
     return _half(x)
 
 
+@register_fake("swiglu_clamped")
+def _(x: Tensor, limit: float, alpha: float) -> Tensor:
+    return _half(x)
+
+
 @cost_of("bias_gelu")
 def _(
     x: Tensor, bias: Tensor, approximate: Approximate = "none", *, weights_ready: bool = False
@@ -129,3 +158,8 @@ def _(x: Tensor, *, out_quant: OutQuant | None = None) -> Cost:
 @cost_of("gelu_mul")
 def _(x: Tensor, approximate: Approximate = "none") -> Cost:
     return Cost(bytes=nbytes(x) * 3 // 2, flops=21 * x.numel() // 2)
+
+
+@cost_of("swiglu_clamped")
+def _(x: Tensor, limit: float = 7.0, alpha: float = 1.702) -> Cost:
+    return Cost(bytes=nbytes(x) * 3 // 2, flops=10 * x.numel() // 2)
