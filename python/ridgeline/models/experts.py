@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ridgeline import ops
@@ -24,8 +23,7 @@ class Experts:
         up: ``[2 * inner, hidden]`` each, gate rows first. down: ``[hidden, inner]``.
         per_token: how many experts a token chooses.
         normalized: their weights sum to one.
-        limit: None: ``silu(gate) * up``. Else gpt-oss's: both clamped, ``up`` from below too, then
-            ``(up + 1) * gate * sigmoid(1.702 * gate)``.
+        limit: None: ``silu(gate) * up``. Else ``ops.swiglu_clamped`` with this bound.
     """
 
     router: DenseLinear
@@ -44,16 +42,10 @@ class Experts:
 
     def _products(self, x: Tensor, offsets: Tensor, rows: Tensor) -> Tensor:
         if self.limit is not None:
-            hidden = _clamped(self.up(x, offsets, rows, None), self.limit)
+            hidden = ops.swiglu_clamped(self.up(x, offsets, rows, None), self.limit)
             return self.down(hidden, offsets, None, None)
         if isinstance(self.up, Fp8ExpertLinear) and isinstance(self.down, Fp8ExpertLinear):
             codes = self.up.codes_for(self.down, x, offsets, rows, "silu_mul")
             if codes is not None:
                 return self.down(codes, offsets, None, None)
         return self.down(self.up(x, offsets, rows, "silu_mul"), offsets, None, None)
-
-
-def _clamped(hidden: Tensor, limit: float) -> Tensor:
-    gate, up = hidden.chunk(2, -1)
-    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-    return (up + 1) * (gate * torch.sigmoid(1.702 * gate))
