@@ -211,6 +211,21 @@ def test_many_gathered_rows_are_put_in_order_meanwhile() -> None:
     assert x(256, 8192) == ("in_place", 1)
 
 
+def test_blocks_take_tiles_where_they_have_several() -> None:
+    """From 256 rows an expert on, or from 128 where SMs have four tiles and more; one expert's are
+    alike, and fewer rows take no longer without."""
+
+    def claimed(mean: int, experts: int = EXPERTS, N: int = 2048) -> Any:
+        choice = choice_of_experts(mean * experts, experts, N, 2048, sms=132)
+        assert choice["path"] == "many"
+        return choice["claimed"]
+
+    assert [claimed(mean) for mean in (127, 128, 256)] == [0, 1, 1]
+    assert [claimed(mean, 8, 8192) for mean in (128, 255, 256)] == [0, 0, 1]  # 512 tiles
+    assert [claimed(128, 8, N) for N in (8320, 8448)] == [0, 1]  # 520, 528
+    assert claimed(300, 1) == 0
+
+
 def test_few_gathered_rows_stay_where_they_are() -> None:
     for mean, format in ((1, "dense"), (20, "dense"), (1, "int4")):
         choice = choice_of_experts(mean * EXPERTS, EXPERTS, 1536, 2048, format, gathered=True)

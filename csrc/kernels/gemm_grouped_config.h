@@ -116,6 +116,21 @@ constexpr bool gathers_inside(const Shape& shape) {
   return shape.gathers && is_ordered(shape) && shape.N <= kMostGatheringRows;
 }
 
+/// Whether a block takes the next tile that none has, not each 132nd, since tiles differ in size
+/// and blocks in speed; which is one more kernel, and a trip to L2 ahead of the first tile. H200,
+/// lab, by turns, us, each 132nd and so, bf16, int4, e4m3 by scales of rows and of columns: 4096
+/// tokens of top 8 in 128 experts of 768 x 2048 265 213 159 158 and 234 198 150 147, 1024 of top 2
+/// in 8 of 4096 x 28672 1059 917 534 535 and 972 872 518 545, 2048 of 14336 x 4096 913 863 480 526
+/// and 867 823 478 529; of 128 rows an expert, 2048 tokens of 2048 x 1536, but for int4 307, 191
+/// 198 and 300, 181 183. But 1024 of 768 x 2048 by scales of rows 66 and 74, and 512 of 14336 x
+/// 4096, of whose tiles SMs have two, 168 and 175.
+constexpr bool claims_tiles(const Shape& shape) {
+  constexpr int kClaimedRows = 128;  // an expert in the mean
+  const bool many_tiles = ceil_div(shape.N, 128) * shape.experts >= 4 * shape.sms;
+  return is_ordered(shape) ||
+         (shape.experts > 1 && many_tiles && mean_rows(shape) >= kClaimedRows);
+}
+
 /// Whether many experts have a tile less of e4m3 by e4m3 if tiles are a little taller: those of
 /// somewhat more rows than whole tiles. Beside rows that are put in order there is no room for it.
 /// H200, lab, by turns, us, rows in order: 4096 and 8192 tokens of top 8 in 128 experts of 768 x
@@ -221,6 +236,7 @@ inline Choice tiles_of_many(const Shape& shape) {
                               : row_tile_for(shape, ceil_div(shape.N, cols), most),
           .tile_cols = cols,
           .ordered = is_ordered(shape),
+          .claimed = claims_tiles(shape),
           .scales_groups = groups};
 }
 
@@ -269,9 +285,11 @@ constexpr std::int64_t terms_bytes(std::int64_t M, std::int32_t K) {
   return round_up<std::int64_t>(M * cols_of_terms(K), 256);
 }
 
-/// Behind rows that are put in order meanwhile.
-constexpr std::int64_t claims_count(std::int64_t M, std::int32_t experts) {
-  return M / kPieceRows + experts + 3;
+/// Behind rows that are put in order: tiles that blocks have taken, and, where warps do that
+/// meanwhile, units that these have, and, of each piece of rows, those that are there.
+constexpr std::int64_t counts_of(const Choice& choice, std::int64_t M, std::int32_t experts) {
+  if (!choice.claimed) return 0;
+  return choice.x == RowsOfX::kMeanwhile ? 2 + M / kPieceRows + experts + 1 : 1;
 }
 
 constexpr std::size_t workspace_bytes(const Shape& shape, const Choice& choice) {
@@ -284,14 +302,12 @@ constexpr std::size_t workspace_bytes(const Shape& shape, const Choice& choice) 
   std::int64_t rows = 0;
   switch (choice.x) {
     case RowsOfX::kInPlace: break;
-    case RowsOfX::kGathered: rows = in_order(shape.K); break;
+    case RowsOfX::kGathered:
+    case RowsOfX::kMeanwhile: rows = in_order(shape.K); break;
     case RowsOfX::kWithSums: rows = in_order(cols_with_sums(shape.K)); break;
     case RowsOfX::kInTerms: rows = terms_bytes(shape.M, shape.K) + shape.M * 4; break;
-    case RowsOfX::kMeanwhile:
-      rows = in_order(shape.K) + claims_count(shape.M, shape.experts) * 4;
-      break;
   }
-  return ahead + static_cast<std::size_t>(rows);
+  return ahead + static_cast<std::size_t>(rows + counts_of(choice, shape.M, shape.experts) * 4);
 }
 
 }  // namespace ridgeline::gemm_grouped

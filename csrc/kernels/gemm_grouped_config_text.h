@@ -17,6 +17,7 @@ inline std::string to_text(const Choice& choice) {
                      " x=" + kX[static_cast<int>(choice.x)] +
                      " expands_x=" + std::to_string(choice.expands_x) +
                      " ordered=" + std::to_string(choice.ordered) +
+                     " claimed=" + std::to_string(choice.claimed) +
                      " scales_groups=" + std::to_string(choice.scales_groups);
   if (choice.as) text.append(" as=").append(kAs[static_cast<int>(*choice.as)]);
   if (choice.chunk_cols > 0)

@@ -76,6 +76,7 @@ struct Choice {
   std::int32_t tile_rows;  // ... and here, at most
   std::int32_t tile_cols;  // weight rows of it
   bool ordered = false;    // experts of the fullest tiles come first
+  bool claimed = false;    // a block takes the next tile that none has, not every so-manieth
   bool scales_groups = false;      // kMany: e4m3 x has scales of 128 columns
   std::optional<Int4As> as = {};   // kSome
   std::int32_t chunk_cols = 0;     // kDigits: of K, that a warp takes at a time, ...

@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
       for (int i = 0; i < 2; ++i) {
         ptx::mbarrier_init(&shared.planned.full[i], 2 * device::kWarpSize);
         ptx::mbarrier_init(&shared.planned.free[i],
-                           Tile::kMultipliers + (launch.gather.claims ? Tile::kAskers : 0));
+                           Tile::kMultipliers + (launch.tiles_taken ? Tile::kAskers : 0));
       }
     if constexpr (Tile::kInOrder) {
       for (std::uint64_t& barrier : shared.planned.gathered) ptx::mbarrier_init(&barrier, 1);
@@ -126,11 +126,16 @@ void launch_tiles(const GroupedGemmParams& params, const Choice& choice, Stream 
   if (Tile::kSome && Tile::kExpands && !Tile::kInt4) launch.steps = round_up(launch.steps, 2);
   const void* x = p.x.data;
   std::int64_t x_rows = params.x_rows, x_stride = p.x.stride_row;
+  if (choice.claimed) {
+    const bool in_order = choice.x != RowsOfX::kInPlace;
+    launch.tiles_taken = reinterpret_cast<unsigned*>(static_cast<typename Tile::X*>(p.workspace) +
+                                                     (in_order ? p.M * p.K : 0));
+    launch_clear(launch.tiles_taken, counts_of(choice, p.M, params.experts), stream);
+  }
   if (choice.x == RowsOfX::kMeanwhile) {
     constexpr int kElements = kVector / static_cast<int>(sizeof(typename Tile::X));
-    auto* to = static_cast<typename Tile::X*>(p.workspace);
-    launch.gather = {.claims = reinterpret_cast<unsigned*>(to + p.M * p.K),
-                     .to = reinterpret_cast<uint4*>(to),
+    launch.gather = {.claims = launch.tiles_taken + 1,
+                     .to = static_cast<uint4*>(p.workspace),
                      .vectors = p.K / kElements,
                      .stride = checked_int32(p.x.stride_row / kElements, "x: columns")};
     const int tile_bytes = launch.row_tile * p.K * static_cast<int>(sizeof(typename Tile::X));
@@ -138,7 +143,6 @@ void launch_tiles(const GroupedGemmParams& params, const Choice& choice, Stream 
     launch.gather.unit_bytes = std::min(launch.gather.vectors, kUnitVectors) * kVector;
     launch.gather.slots = std::min(kMostSlots, kSlotsBytes / launch.gather.unit_bytes);
     launch.gather.parts = ceil_div(launch.gather.vectors, kUnitVectors);
-    launch_clear(launch.gather.claims, claims_count(p.M, params.experts), stream);
   } else if (choice.x == RowsOfX::kGathered || choice.x == RowsOfX::kWithSums) {
     (Tile::kMasked ? launch_gather_with_sums : launch_gather)(params, p.workspace, stream);
     launch.gathered = true;

@@ -153,8 +153,8 @@ constexpr int kMostSlots = 16, kSlotsBytes = 12 << 10;  // for units in shared m
 
 /// Where rows of x are put in order while others are multiplied.
 struct Gather {
-  unsigned* claims;     // units that warps have taken, and tiles that blocks have; behind them, of
-                        // each piece, units that are there. Null: nobody puts rows in order
+  unsigned* claims;     // units that warps have taken, and, of each piece, those that are there.
+                        // Null: nobody puts rows in order
   uint4* to;
   int vectors, stride;  // of a row, and between rows of x
   int parts;            // units of a row
@@ -173,7 +173,8 @@ struct Launch {
   bool gathered;  // by a kernel ahead that has waited for those ahead of it
   bool joined;    // one request brings all boxes of a stage's x
   bool ordered;   // experts are taken in an order of their own
-  Gather gather;  // where ordered
+  unsigned* tiles_taken;  // by all blocks; null: each takes every so-manieth
+  Gather gather;  // where tiles are taken
   int groups;     // scales a stage has of each weight row, up to Tile::kScaleSets; int4
   device::Divisor group;  // columns that share one; int4
   int columns;    // tiles of weight rows

@@ -24,7 +24,7 @@ struct Unit {
 /// most one more than its rows fill in y.
 __device__ __forceinline__ unsigned* ready_units(const Launch& launch, int expert,
                                                  std::int32_t offset, int row) {
-  return launch.gather.claims + 2 + offset / kPieceRows + expert + row / kPieceRows;
+  return launch.gather.claims + 1 + offset / kPieceRows + expert + row / kPieceRows;
 }
 
 /// Finds units in rising order.

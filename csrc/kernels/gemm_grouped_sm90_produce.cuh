@@ -95,7 +95,8 @@ __device__ __forceinline__ void request_all(const Launch& launch, Shared<Tile>& 
     request<Tile, kWeight, kX>(launch, shared, item, k, ring.stage);
     ring.next();
   };
-  const bool claims = Tile::kInOrder && launch.gather.claims;
+  const bool claims = Tile::kInOrder && launch.tiles_taken;
+  const bool gathers = Tile::kInOrder && launch.gather.claims;
   const int full = min(launch.stages, launch.steps) - 1;  // the ring: then there is time
   int index = static_cast<int>(blockIdx.x), turn = 0;
   bool ready = false;  // whether the item's rows are in order
@@ -103,7 +104,7 @@ __device__ __forceinline__ void request_all(const Launch& launch, Shared<Tile>& 
     if constexpr (Tile::kInOrder)
       if (claims) {
         const Item item = take_item(shared, turn++);
-        ready = !kX || item.rows == 0 || are_rows_there<Tile>(launch, shared, item);
+        ready = !kX || !gathers || item.rows == 0 || are_rows_there<Tile>(launch, shared, item);
         return item;
       }
     const Item item = item_at<Tile>(launch, shared, index);
@@ -113,7 +114,7 @@ __device__ __forceinline__ void request_all(const Launch& launch, Shared<Tile>& 
   Item item = next_item();
   while (item.rows > 0) {
     if constexpr (kX && Tile::kInOrder)
-      if (claims && !ready) wait_for_rows<Tile>(launch, shared, item);
+      if (gathers && !ready) wait_for_rows<Tile>(launch, shared, item);
     Item next{};
     bool found = false;
     for (int k = 0; k < launch.steps; ++k) {
@@ -213,14 +214,11 @@ __device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared)
   // Biases and scales are read through L1, which may have older ones until those ahead are done. x
   // is not there before, either.
   if (Tile::kStartsEarly && launch.gathered) ptx::wait_for_dependencies();
-  // Beside rows that are put in order a block takes the next tile that none has. H200, by turns,
-  // us, each 132nd and so: 8192 tokens of top 8 in 128 experts of 2048 x 1536 and of 768 x 2048,
-  // e4m3 by scales of columns 481 and 443, 285 and 268; of rows 301 and 284 of the latter.
-  const bool claims = Tile::kInOrder && launch.gather.claims;
+  const bool claims = Tile::kInOrder && launch.tiles_taken;
   int turn = 0, index = static_cast<int>(blockIdx.x);
   const auto turn_to_next = [&] {
     if (claims) {
-      index = lane == 0 ? static_cast<int>(atomicAdd(launch.gather.claims + 1, 1u)) : 0;
+      index = lane == 0 ? static_cast<int>(atomicAdd(launch.tiles_taken, 1u)) : 0;
       index = device::from_lane(index, 0);
     }
     index += static_cast<int>(gridDim.x);
@@ -228,7 +226,7 @@ __device__ __forceinline__ void plan(const Launch& launch, Shared<Tile>& shared)
   const auto hand_over = [&](const Item& item) {
     if (lane == 0) planned.items[turn % 2] = item;
     if constexpr (Tile::kInOrder)
-      if (claims && lane == 0) atomicExch(&planned.row_tile, index / launch.columns);
+      if (launch.gather.claims && lane == 0) atomicExch(&planned.row_tile, index / launch.columns);
     // Every lane, for what it wrote, and for what it copies.
     ptx::mbarrier_arrive(&planned.full[turn % 2]);
     ptx::mbarrier_arrive_after_copies(&planned.full[turn % 2]);
