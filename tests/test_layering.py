@@ -85,7 +85,7 @@ def text_violations(path: PurePosixPath, code: str) -> list[str]:
     rules = [
         (r"\basm\b", in_ptx, "asm stands in device/ptx/ only"),
         (
-            r"__shfl_\w+|__reduce_\w+_sync",
+            r"__shfl_\w+|__(reduce|match)_\w+_sync",
             in_ptx or str(path) == "device/reduce.cuh",
             "shuffles stand in device/reduce.cuh only",
         ),
@@ -184,6 +184,7 @@ BROKEN = [
     ("kernels/a.cu", 'asm volatile("nop;");', "asm stands"),
     ("kernels/a.cu", "x = __shfl_xor_sync(~0u, x, 1);", "shuffles stand"),
     ("kernels/a.cu", "x = __reduce_add_sync(~0u, x);", "shuffles stand"),
+    ("kernels/a.cu", "x = __match_any_sync(~0u, x);", "shuffles stand"),
     ("device/vec.cuh", "#pragma once\nx = __shfl_down_sync(~0u, x, 1);", "shuffles stand"),
     ("cpu/a.cpp", "torch::stable::Tensor x;", "torch is named"),
     ("bindings/a.cpp", "at::Tensor x;", "at:: and c10::"),

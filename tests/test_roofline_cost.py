@@ -64,6 +64,8 @@ def test_a_choice_of_experts_is_written_once_and_its_row_read_once():
     assert op_cost("route_experts", logits, 4).bytes == logits.nbytes + 400 * 12 + 17 * 4
     assert op_cost("route_experts", logits, 4).flops == 5 * 400
     assert op_cost("route_experts", logits, 4, normalized=False).flops == 5 * 1600
+    chosen = torch.zeros(100, 4, dtype=torch.int64)
+    assert op_cost("order_experts", chosen, 16).bytes == 400 * (8 + 8) + 17 * 4
     named = places.nbytes + weights.nbytes
     cost = op_cost("combine_experts", x, places, weights)
     assert (cost.bytes, cost.flops) == (named + (400 + 100) * 64 * 4, 2 * 400 * 64)

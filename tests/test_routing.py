@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import ridgeline
-from op_table.routing import _route
+from op_table.routing import _order, _route
 from ridgeline import ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -50,6 +50,57 @@ def test_each_choice_has_a_row(tokens: int, experts: int, per_token: int, device
     assert ends[0] == 0 and ends[-1] == tokens * per_token and ends == sorted(ends)
     for low, high in zip(ends, ends[1:]):
         assert rows[low:high].tolist() == sorted(set(rows[low:high].tolist()))
+
+
+# Tokens: none, one, one more than 64, chunks of more than the least. Choices: a warp's lanes, one
+# more, and none of a token's own; 65 tokens of 32 are more than a block takes. Values: the second
+# of two dtypes, each expert more than once a token, nobody's at both ends.
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("experts", [1, 8, 1023])
+@pytest.mark.parametrize("per_token", [1, 3, 32])
+@pytest.mark.parametrize("tokens", [0, 1, 65, 5000])
+def test_given_choices_are_put_in_order(tokens: int, per_token: int, experts: int, device: str):
+    generator = torch.Generator().manual_seed(tokens + experts)
+    chosen = torch.randint(-1, experts + 1, (per_token, tokens), generator=generator).t()
+    expected = _order(chosen, experts)
+    for dtype in (torch.int64, torch.int32):
+        for given in (chosen, chosen.contiguous()):
+            order = ops.order_experts(given.to(device, dtype), experts)
+            assert all(torch.equal(ours.cpu(), other) for ours, other in zip(order, expected))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [33, 700])
+def test_an_order_is_that_of_the_choice(tokens: int, device: str):
+    logits = logits_of(tokens, 40, device, torch.float16)
+    _, *expected = ops.route_experts(logits, 6)
+    chosen = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :6]
+    assert all(map(torch.equal, ops.order_experts(chosen, 40), expected))
+
+
+@pytest.mark.parametrize("device", ALL)
+@pytest.mark.parametrize("tokens", [4, 700])
+def test_choices_of_one_token_stay_in_their_order(tokens: int, device: str):
+    """Small, and no reference: what compute-sanitizer watches."""
+    chosen = torch.tensor([[1, 0, 1, 7, 1, -2]] * tokens, device=device)
+    offsets, rows, places = ops.order_experts(chosen, 2)
+    assert offsets.tolist() == [0, tokens, 4 * tokens]
+    assert rows.tolist() == [t for n in (1, 3, 2) for t in range(tokens) for _ in range(n)]
+    first = torch.arange(tokens)[:, None]
+    within = torch.tensor([[0, 0, 1, 0, 2, 1]])
+    starts = torch.tensor([[1, 0, 1, 4, 1, 4]]) * tokens + first * torch.tensor([3, 1, 3, 2, 3, 2])
+    assert torch.equal(places.cpu().long(), starts + within)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_of_nobody_add_nothing(device: str):
+    """Not even where their token has infinities."""
+    x = torch.tensor([[1.0] * 16, [float("inf")] * 16], device=device).bfloat16()
+    weight = torch.ones(2, 8, 16, device=device, dtype=torch.bfloat16)
+    offsets, rows, places = ops.order_experts(torch.tensor([[1, 2], [2, 5]], device=device), 2)
+    out = ops.grouped_linear(x, weight, offsets, rows=rows)
+    weights = torch.tensor([[0.5, 0.0], [0.0, 0.0]], device=device)
+    assert ops.combine_experts(out, places, weights).tolist() == [[8.0] * 8, [0.0] * 8]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -173,7 +224,7 @@ def test_waits_for_what_the_kernel_ahead_writes(tokens: int):
             hidden.copy_(x)
             weights, _, rows, places = ops.route_experts(ops.linear(hidden, router), 4)
             sums = ops.combine_experts(hidden[rows.long()], places, weights)
-            out.append(ops.linear(sums, router))
+            out += [ops.linear(sums, router), *ops.order_experts(places, 1000)]
         return out
 
     expected = layers()
@@ -182,6 +233,6 @@ def test_waits_for_what_the_kernel_ahead_writes(tokens: int):
         results = layers()
     for _ in range(3):
         for result in results:
-            result.fill_(math.nan)
+            result.fill_(math.nan if result.is_floating_point() else -1)
         graph.replay()
         assert all(map(torch.equal, results, expected))

@@ -7,6 +7,27 @@
 
 namespace ridgeline::bindings {
 
+/// What says the order of choices, new.
+struct OrderTensors {
+  Tensor offsets, rows, places;
+
+  OrderTensors(const Tensor& like, std::int64_t tokens, std::int64_t experts,
+               std::int64_t per_token)
+      : offsets(empty_on_device_of(like, {experts + 1}, DType::kInt32)),
+        rows(empty_on_device_of(like, {tokens * per_token}, DType::kInt32)),
+        places(empty_on_device_of(like, {tokens, per_token}, DType::kInt32)) {}
+
+  ExpertOrder order() const {
+    return {.tokens = checked_int32(places.size(0), "tokens"),
+            .experts = checked_int32(offsets.size(0) - 1, "experts"),
+            .per_token = checked_int32(places.size(1), "per_token"),
+            .offsets = static_cast<std::int32_t*>(offsets.data_ptr()),
+            .rows = static_cast<std::int32_t*>(rows.data_ptr()),
+            .places = static_cast<std::int32_t*>(places.data_ptr()),
+            .workspace = nullptr};
+  }
+};
+
 template <class Backend>
 std::tuple<Tensor, Tensor, Tensor, Tensor> route_experts(const Tensor& logits,
                                                          std::int64_t per_token, bool normalized) {
@@ -20,32 +41,49 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> route_experts(const Tensor& logits,
   const auto most = std::min<std::int64_t>(experts, kMaxPerToken);
   check(per_token >= 1 && per_token <= most, "per_token: expected 1 to ", most, " of ", experts,
         " experts, got ", per_token);
-  const std::int64_t choices = checked_int32(tokens * per_token, "logits: tokens times per_token");
+  checked_int32(tokens * per_token, "logits: tokens times per_token");
   const Tensor weights = empty_on_device_of(logits, {tokens, per_token}, DType::kFloat32);
-  const Tensor offsets = empty_on_device_of(logits, {experts + 1}, DType::kInt32);
-  const Tensor rows = empty_on_device_of(logits, {choices}, DType::kInt32);
-  const Tensor places = empty_on_device_of(logits, {tokens, per_token}, DType::kInt32);
+  const OrderTensors out(logits, tokens, experts, per_token);
   RouteParams params{.dtype = dtype_of(logits, "logits"),
-                     .tokens = checked_int32(tokens, "logits: tokens"),
-                     .experts = checked_int32(experts, "logits: experts"),
-                     .per_token = checked_int32(per_token, "per_token"),
                      .normalized = normalized,
                      .logits = logits.data_ptr(),
                      .stride_logits = logits.stride(0),
                      .weights = static_cast<float*>(weights.data_ptr()),
-                     .offsets = static_cast<std::int32_t*>(offsets.data_ptr()),
-                     .rows = static_cast<std::int32_t*>(rows.data_ptr()),
-                     .places = static_cast<std::int32_t*>(places.data_ptr()),
-                     .workspace = nullptr};
+                     .order = out.order()};
   if constexpr (Backend::kIsCuda) {
     const auto bytes = static_cast<std::int64_t>(route_experts_workspace_bytes(params));
     const Tensor workspace = empty_on_device_of(logits, {bytes}, DType::kUInt8);
-    params.workspace = workspace.data_ptr();
+    params.order.workspace = workspace.data_ptr();
     ridgeline::route_experts(params, on.stream());
   } else {
     cpu::route_experts(params);
   }
-  return {weights, offsets, rows, places};
+  return {weights, out.offsets, out.rows, out.places};
+}
+
+template <class Backend>
+std::tuple<Tensor, Tensor, Tensor> order_experts(const Tensor& chosen, std::int64_t experts) {
+  const Backend on(chosen, "chosen");
+  Expect(chosen, "chosen").dtype({DType::kInt32, DType::kInt64}).dim(2);
+  check(chosen.numel() <= kMaxOrderedChoices, "chosen: expected at most ", kMaxOrderedChoices,
+        " choices, got shape ", to_text(chosen.sizes()));
+  check(experts >= 1 && experts <= kMaxRoutedExperts, "experts: expected 1 to ", kMaxRoutedExperts,
+        ", got ", experts);
+  const OrderTensors out(chosen, chosen.size(0), experts, chosen.size(1));
+  OrderParams params{.dtype = dtype_of(chosen, "chosen"),
+                     .chosen = chosen.data_ptr(),
+                     .stride_token = chosen.stride(0),
+                     .stride_choice = chosen.stride(1),
+                     .order = out.order()};
+  if constexpr (Backend::kIsCuda) {
+    const auto bytes = static_cast<std::int64_t>(order_experts_workspace_bytes(params));
+    const Tensor workspace = empty_on_device_of(chosen, {bytes}, DType::kUInt8);
+    params.order.workspace = workspace.data_ptr();
+    ridgeline::order_experts(params, on.stream());
+  } else {
+    cpu::order_experts(params);
+  }
+  return {out.offsets, out.rows, out.places};
 }
 
 template <class Backend>
@@ -83,6 +121,7 @@ Tensor combine_experts(const Tensor& x, const Tensor& places, const Tensor& weig
 template <class Backend>
 void register_routing(torch::stable::detail::StableLibrary& m) {
   m.impl("route_experts", TORCH_BOX(&route_experts<Backend>));
+  m.impl("order_experts", TORCH_BOX(&order_experts<Backend>));
   m.impl("combine_experts", TORCH_BOX(&combine_experts<Backend>));
 }
 

@@ -105,6 +105,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def(
       "route_experts(Tensor logits, int per_token, bool normalized) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
+  m.def("order_experts(Tensor chosen, int experts) -> (Tensor, Tensor, Tensor)");
   m.def("combine_experts(Tensor x, Tensor places, Tensor weights) -> Tensor");
   m.def(
       "gemm_plan(int M, int N, int K, str dtype, str format, str activation, bool library, "

@@ -25,33 +25,50 @@ double sum_of_exponentials(const float* logits, const std::int32_t* order, std::
 void choose_experts(const RouteParams& p, std::int64_t token, const float* logits,
                     std::vector<std::int32_t>& order) {
   std::iota(order.begin(), order.end(), 0);
-  std::partial_sort(order.begin(), order.begin() + p.per_token, order.end(),
+  std::partial_sort(order.begin(), order.begin() + p.order.per_token, order.end(),
                     [&](std::int32_t a, std::int32_t b) {
                       const std::uint32_t key_a = routing_key(logits[a]);
                       const std::uint32_t key_b = routing_key(logits[b]);
                       return key_a > key_b || (key_a == key_b && a < b);
                     });
   const double sum =
-      sum_of_exponentials(logits, order.data(), p.normalized ? p.per_token : p.experts);
+      sum_of_exponentials(logits, order.data(), p.normalized ? p.order.per_token : p.order.experts);
   const double largest = logits[order[0]];
-  for (std::int32_t j = 0; j < p.per_token; ++j) {
-    const std::int64_t at = token * p.per_token + j;
+  for (std::int32_t j = 0; j < p.order.per_token; ++j) {
+    const std::int64_t at = token * p.order.per_token + j;
     p.weights[at] = static_cast<float>(std::exp(logits[order[j]] - largest) / sum);
-    p.places[at] = order[j];
+    p.order.places[at] = order[j];
   }
 }
 
-/// Counts the rows of each expert, then gives each choice the next one of its expert.
-void place_choices(const RouteParams& p) {
-  const std::int64_t choices = std::int64_t{p.tokens} * p.per_token;
-  std::fill_n(p.offsets, p.experts + 1, 0);
-  for (std::int64_t i = 0; i < choices; ++i) ++p.offsets[p.places[i] + 1];
-  std::partial_sum(p.offsets, p.offsets + p.experts + 1, p.offsets);
-  std::vector<std::int32_t> next(p.offsets, p.offsets + p.experts);
+/// Counts the rows of each expert, then gives each choice, whose expert stands in its place, the
+/// next one of that expert; what is `experts` or more is nobody's.
+void place_choices(const ExpertOrder& order) {
+  const std::int64_t choices = std::int64_t{order.tokens} * order.per_token;
+  std::fill_n(order.offsets, order.experts + 1, 0);
+  for (std::int64_t i = 0; i < choices; ++i)
+    if (order.places[i] < order.experts) ++order.offsets[order.places[i] + 1];
+  std::partial_sum(order.offsets, order.offsets + order.experts + 1, order.offsets);
+  std::vector<std::int32_t> next(order.offsets, order.offsets + order.experts + 1);
   for (std::int64_t i = 0; i < choices; ++i) {
-    const std::int32_t place = next[p.places[i]]++;
-    p.rows[place] = static_cast<std::int32_t>(i / p.per_token);
-    p.places[i] = place;
+    const std::int32_t place = next[order.places[i]]++;
+    order.rows[place] = static_cast<std::int32_t>(i / order.per_token);
+    order.places[i] = place;
+  }
+}
+
+/// Writes the experts to where their places will be.
+template <class T>
+void copy_choices(const OrderParams& p) {
+  const ExpertOrder& order = p.order;
+  for (std::int64_t token = 0; token < order.tokens; ++token) {
+    const T* own = static_cast<const T*>(p.chosen) + token * p.stride_token;
+    for (std::int32_t j = 0; j < order.per_token; ++j) {
+      const T expert = own[j * p.stride_choice];
+      const bool known = expert >= 0 && expert < order.experts;
+      order.places[token * order.per_token + j] =
+          known ? static_cast<std::int32_t>(expert) : order.experts;
+    }
   }
 }
 
@@ -76,17 +93,23 @@ void combine_token(const CombineParams& p, std::int64_t token, float* sums, floa
 void route_experts(const RouteParams& params) {
   dispatch_float(params.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
-    const std::int64_t cost = std::int64_t{params.experts} * 8;
-    parallel_ranges(params.tokens, cost, [&](std::int64_t begin, std::int64_t end) {
-      std::vector<float> buffer(static_cast<std::size_t>(params.experts));
+    const std::int64_t cost = std::int64_t{params.order.experts} * 8;
+    parallel_ranges(params.order.tokens, cost, [&](std::int64_t begin, std::int64_t end) {
+      std::vector<float> buffer(static_cast<std::size_t>(params.order.experts));
       std::vector<std::int32_t> order(buffer.size());
       for (std::int64_t token = begin; token < end; ++token) {
         const T* row = static_cast<const T*>(params.logits) + token * params.stride_logits;
-        choose_experts(params, token, as_floats(row, params.experts, buffer.data()), order);
+        choose_experts(params, token, as_floats(row, params.order.experts, buffer.data()), order);
       }
     });
   });
-  place_choices(params);
+  place_choices(params.order);
+}
+
+void order_experts(const OrderParams& params) {
+  if (params.dtype == DType::kInt64) copy_choices<std::int64_t>(params);
+  else copy_choices<std::int32_t>(params);
+  place_choices(params.order);
 }
 
 void combine_experts(const CombineParams& params) {

@@ -16,13 +16,19 @@ def _route(logits: Tensor, per_token: int, normalized: bool = True) -> tuple[Ten
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     top, experts = (t[:, :per_token] for t in wide.sort(dim=-1, descending=True, stable=True))
     weights = top.softmax(-1) if normalized else wide.softmax(-1).gather(-1, experts)
-    flat = experts.flatten()
+    return weights, *_order(experts, logits.shape[1])
+
+
+def _order(chosen: Tensor, experts: int) -> tuple[Tensor, ...]:
+    outside = (chosen < 0) | (chosen >= experts)
+    flat = chosen.masked_fill(outside, experts).flatten()
     order = flat.argsort(stable=True)
-    bounds = torch.arange(logits.shape[1] + 1, device=logits.device)
+    bounds = torch.arange(experts + 1, dtype=flat.dtype, device=chosen.device)
     offsets = torch.searchsorted(flat[order], bounds, out_int32=True)
     places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=logits.device)
-    return weights, offsets, (order // per_token).int(), places.int().view_as(experts)
+    places[order] = torch.arange(len(order), device=chosen.device)
+    rows = order // max(chosen.shape[1], 1)
+    return offsets, rows.int(), places.int().view(chosen.shape)
 
 
 def _combine(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
@@ -92,6 +98,50 @@ ROUTE = OpCase(
     ],
 )  # fmt: skip
 
+LONG = torch.int64
+
+ORDER = OpCase(
+    name="order_experts",
+    op=ridgeline.ops.order_experts,
+    reference=_order,
+    bound="exact",
+    samples=[
+        Sample("a decode batch", chosen=integers(0, 128, 33, 8, dtype=LONG), experts=128),
+        Sample("int32", chosen=integers(0, 128, 33, 8), experts=128),
+        Sample("some are nobody's, below and above",
+               chosen=integers(-3, 20, 40, 4, dtype=LONG), experts=16),
+        Sample("all are nobody's", chosen=integers(16, 20, 9, 4), experts=16),
+        Sample("far outside, where 32 bits would name an expert",
+               chosen=tensor([[2**32 + 1, 1], [-(2**33) + 2, 2**40]], LONG), experts=4),
+        Sample("experts are chosen more than once", chosen=integers(0, 3, 20, 32), experts=3),
+        Sample("the same one by all", chosen=integers(5, 6, 60, 6), experts=8),
+        Sample("more choices than a warp has lanes", chosen=integers(0, 50, 11, 70), experts=50),
+        Sample("columns of a wider tensor", chosen=integers(0, 9, 30, 8)[:, 2:7], experts=8),
+        Sample("every second token, its choices apart",
+               chosen=integers(0, 9, 3, 31, dtype=LONG).t()[::2], experts=8),
+        Sample("one row for all tokens", chosen=integers(0, 8, 1, 4)[[0] * 30], experts=8),
+        Sample("one expert", chosen=integers(0, 1, 5, 1, dtype=LONG), experts=1),
+        Sample("no tokens", chosen=integers(0, 8, 0, 4), experts=8),
+        Sample("tokens that choose nothing", chosen=integers(0, 8, 6, 0), experts=8),
+        # CUDA: up to 2048 choices are one block's, from 2049 on two kernels share them out.
+        Sample("as many choices and experts as a block takes",
+               chosen=integers(0, 1024, 64, 32, dtype=LONG), experts=1023),
+        Sample("one token more than a block takes", chosen=integers(0, 1024, 65, 32),
+               experts=1023),
+        Sample("chunks of 16 rounds, the last one not full",
+               chosen=integers(-1, 129, 5000, 3, dtype=LONG), experts=128),
+        Sample("chunks of more than a batch", chosen=integers(0, 5, 40000, 8), experts=4),
+    ],
+    errors=[
+        Error(r"chosen: expected dtype int32 or int64, got float32",
+              chosen=normal(2, 8, dtype=torch.float32), experts=8),
+        Error(r"chosen: expected 2 dimensions, got shape \[8\]", chosen=integers(0, 8, 8),
+              experts=8),
+        Error(r"experts: expected 1 to 1023, got 0", chosen=integers(0, 8, 2, 2), experts=0),
+        Error(r"experts: expected 1 to 1023, got 1024", chosen=integers(0, 8, 2, 2), experts=1024),
+    ],
+)  # fmt: skip
+
 _FLOAT = torch.float32
 _GOOD = {
     "x": normal(40, 64),
@@ -147,4 +197,4 @@ COMBINE = OpCase(
     ],
 )  # fmt: skip
 
-CASES = [ROUTE, COMBINE]
+CASES = [ROUTE, ORDER, COMBINE]

@@ -23,10 +23,17 @@ from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
 from ridgeline.ops.quantize import quantize_fp8, quantize_int8
 from ridgeline.ops.reduction import row_reduce, softmax
 from ridgeline.ops.rope_attention import rope_paged_attention
-from ridgeline.ops.routing import Routing, combine_experts, route_experts
+from ridgeline.ops.routing import (
+    ExpertOrder,
+    Routing,
+    combine_experts,
+    order_experts,
+    route_experts,
+)
 from ridgeline.ops.sampling import sample, top_logprobs
 
 __all__ = [
+    "ExpertOrder",
     "Int4Experts",
     "Int4Weight",
     "Routing",
@@ -50,6 +57,7 @@ __all__ = [
     "layernorm_gelu",
     "linear",
     "merge_attention",
+    "order_experts",
     "pack_int4",
     "paged_attention",
     "quantize_fp8",

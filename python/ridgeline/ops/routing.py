@@ -60,6 +60,44 @@ def route_experts(logits: Tensor, per_token: int, *, normalized: bool = True) ->
     return Routing(inference_only(weights, "route_experts", logits), offsets, rows, places)
 
 
+class ExpertOrder(NamedTuple):
+    """Choices in the order of experts, as in :class:`Routing`.
+
+    Attributes:
+        offsets: int32 ``[experts + 1]``: where each expert's rows begin; from the last one on rows
+            are nobody's.
+        rows: int32 ``[tokens * per_token]``: the token of each row.
+        places: int32 ``[tokens, per_token]``: the row of each choice.
+    """
+
+    offsets: Tensor
+    rows: Tensor
+    places: Tensor
+
+
+def order_experts(chosen: Tensor, experts: int) -> ExpertOrder:
+    """Choices that a router of any kind has made, as the products of experts take them.
+
+    What :func:`route_experts` gives beside the weights. Within an expert rows are in the order of
+    the tokens, and of one token in that of its choices. The same bits on the CPU and on CUDA.
+
+    Args:
+        chosen: ``[tokens, per_token]``, int32 or int64, of any strides: the experts of each token,
+            any number of them, and one as often as it may be. Values outside ``[0, experts)`` are
+            nobody's: their rows come last, and :func:`grouped_linear` leaves them zero.
+        experts: how many there are, 1 to 1023.
+
+    Returns:
+        An :class:`ExpertOrder`.
+
+    Raises:
+        ValueError: dtype, shape or number differs from the above; the message names the argument.
+
+    Source: as :func:`route_experts`.
+    """
+    return ExpertOrder(*_ops.order_experts(chosen, experts))
+
+
 def combine_experts(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     """``sum_j weights[t, j] * x[places[t, j]]`` for each token ``t``.
 
@@ -95,6 +133,16 @@ def _(logits: Tensor, per_token: int, normalized: bool) -> tuple[Tensor, Tensor,
     )
 
 
+@register_fake("order_experts")
+def _(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, per_token = chosen.shape
+    return (
+        chosen.new_empty((experts + 1,), dtype=torch.int32),
+        chosen.new_empty((tokens * per_token,), dtype=torch.int32),
+        chosen.new_empty((tokens, per_token), dtype=torch.int32),
+    )
+
+
 @register_fake("combine_experts")
 def _(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
     return x.new_empty((places.shape[0], x.shape[1]))
@@ -107,6 +155,11 @@ def _(logits: Tensor, per_token: int, *, normalized: bool = True) -> Cost:
     written = 12 * tokens * per_token + 4 * (experts + 1)
     exponentials = tokens * (per_token if normalized else experts)
     return Cost(bytes=nbytes(logits) + written, flops=5 * exponentials)
+
+
+@cost_of("order_experts")
+def _(chosen: Tensor, experts: int) -> Cost:
+    return Cost(bytes=nbytes(chosen) + 8 * chosen.numel() + 4 * (experts + 1), flops=0)
 
 
 @cost_of("combine_experts")
