@@ -33,7 +33,7 @@ ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, int], str]] = {
     "glm": ({"head_dim": 32}, {"mlp (silu_mul)": 2, "linear": 9}, "GlmAttention"),
     "gpt2": ({}, {"layernorm": 5, "linear": 1}, "Conv1D"),
     "gpt_neox": ({}, {"layernorm": 5, "linear + gelu": 2}, "Embedding"),
-    "qwen3_moe": (MOE, {ATTENTION: 2, "rmsnorm": 9}, "Qwen3MoeExperts"),
+    "qwen3_moe": (MOE, {ATTENTION: 2, "rmsnorm": 9}, "Qwen3MoeTopKRouter"),
 }
 
 

@@ -39,6 +39,7 @@ class Optimized:
     left: list[tuple[str, str, str]] = field(default_factory=list)
     _modules: list[nn.Module] = field(default_factory=list, repr=False)
     _attention: tuple[Stranger, str] | None = field(default=None, repr=False)
+    _experts: tuple[Stranger, str] | None = field(default=None, repr=False)
 
     def undo(self) -> None:
         """Gives every module its own forward and its own weights back; twice is once."""
@@ -52,6 +53,10 @@ class Optimized:
             model, implementation = self._attention
             model.set_attn_implementation(implementation)
             self._attention = None
+        if self._experts is not None:
+            model, implementation = self._experts
+            model.set_experts_implementation(implementation)
+            self._experts = None
 
     def __str__(self) -> str:
         swapped = Counter(what for _, what in self.swapped)
@@ -68,7 +73,8 @@ def optimize_(model: nn.Module) -> Optimized:
     Norms over the last dimension, linear layers, MLPs (the activation or gate in the product),
     attention with rotary positions (one product for queries, keys and values) and whole decoder
     layers (norms and residuals in the products) of transformers' models; a model of transformers
-    also gets ``attn_implementation="ridgeline"``. A swap is made where a module has the parts and,
+    also gets ``attn_implementation="ridgeline"`` and, where the ops take all of its experts,
+    ``experts_implementation="ridgeline"``. A swap is made where a module has the parts and,
     tried on random inputs, both forwards give the same; nothing is known by its class's name.
     Names, parameters, ``state_dict`` and hooks stay as they are; stacked weights are shared with
     the modules they come from. Quantise, load and move the model before.
@@ -87,8 +93,9 @@ def optimize_(model: nn.Module) -> Optimized:
     dtype = _dtype_of(model)
     modules = dict(model.named_modules())
     reasons: dict[str, str] = {}
-    if not model.training:
+    if not model.training and _is_of_transformers(model):
         _take_attention(model, done)
+        _take_experts(model, done, reasons)
     for understand in _UNDERSTOOD:
         for name, module in modules.items():
             if "ridgeline_swap" in module.__dict__ or _is_served(name, modules):
@@ -103,9 +110,10 @@ def optimize_(model: nn.Module) -> Optimized:
                 reasons.pop(name, None)
             elif answer is not None:
                 reasons[name] = answer
+    served = {name for name, _ in done.swapped if name}
     for name, module in modules.items():
         bare = next(module.parameters(recurse=False), None) is not None
-        if "ridgeline_swap" in module.__dict__ or isinstance(module, Product):
+        if name in served or isinstance(module, Product):
             continue
         if name in reasons or (bare and not _is_served(name, modules)):
             kind = type(module).__name__
@@ -135,11 +143,13 @@ def _is_served(name: str, modules: dict[str, nn.Module]) -> bool:
     return bool(own) and swap is not None and own in swap.serves
 
 
-def _take_attention(model: nn.Module, done: Optimized) -> None:
-    """Gives a model of transformers our attention function."""
+def _is_of_transformers(model: nn.Module) -> bool:
     library = sys.modules.get("transformers")
-    if library is None or not isinstance(model, library.PreTrainedModel):
-        return
+    return library is not None and isinstance(model, library.PreTrainedModel)
+
+
+def _take_attention(model: Stranger, done: Optimized) -> None:
+    """Gives a model of transformers our attention function."""
     from ridgeline.integrations import transformers as integration
 
     before = model.config._attn_implementation
@@ -152,3 +162,27 @@ def _take_attention(model: nn.Module, done: Optimized) -> None:
         done.swapped.append(("", f"attention function ({before})"))
     else:
         done.left.append(("", type(model).__name__, "its attention function cannot be set"))
+
+
+def _take_experts(model: Stranger, done: Optimized, reasons: dict[str, str]) -> None:
+    """Gives a model of transformers our experts function. It has one for all of its experts: one
+    that the ops do not take leaves all."""
+    from ridgeline.integrations import transformers as integration
+    from ridgeline.integrations.transformers_experts import experts_of, reason_against
+
+    experts: dict[str, Stranger] = dict(experts_of(model))
+    if not experts:
+        return
+    config = next(iter(experts.values())).config
+    before = config._experts_implementation
+    reason = next(filter(None, map(reason_against, experts.values())), None)
+    if reason is None and before != integration.NAME:
+        model.set_experts_implementation(integration.NAME)
+        if config._experts_implementation == integration.NAME:
+            done._experts = model, before
+        else:
+            reason = "its experts function cannot be set"
+    if reason is None:
+        done.swapped += [(name, f"experts function ({before})") for name in experts]
+    else:
+        reasons |= dict.fromkeys(experts, reason)

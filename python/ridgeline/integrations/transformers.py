@@ -1,8 +1,9 @@
-"""Attention for models of transformers: ``attn_implementation="ridgeline"``.
+"""Models of transformers: ``attn_implementation="ridgeline"``, and experts by the same name.
 
-What the ops express runs on them: any GQA ratio, windows, caps, sinks, padding at either end of a
-row, growing and static caches. Everything else a model may ask of attention (a mask with holes, a
-bias, heads that the ops do not take) is computed as transformers would, and said once in the log.
+What the ops express of attention runs on them: any GQA ratio, windows, caps, sinks, padding at
+either end of a row, growing and static caches. Everything else a model may ask of it (a mask with
+holes, a bias, heads that the ops do not take) is computed as transformers would, and said once in
+the log.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ridgeline import ops
 from ridgeline.integrations.decode_graphs import DecodeGraphs as DecodeGraphs
 from ridgeline.integrations.key_ranges import KeyRanges
 from ridgeline.integrations.own_attention import attends_itself
+from ridgeline.integrations.transformers_experts import register as register_experts
 from ridgeline.integrations.transformers_paged import paged_attention_forward
 
 NAME = "ridgeline"
@@ -42,7 +44,8 @@ def enable() -> None:
 
     After it ``from_pretrained(..., attn_implementation="ridgeline")`` and
     ``model.set_attn_implementation("ridgeline")`` work, and "paged|ridgeline" serves
-    ``generate_batch``. No model changes until it is asked to.
+    ``generate_batch``; ``experts_implementation`` and ``set_experts_implementation`` take
+    "ridgeline" from transformers 5.5 on. No model changes until it is asked to.
 
     Raises:
         RuntimeError: a transformers before 5, whose masks are made otherwise.
@@ -52,6 +55,7 @@ def enable() -> None:
     AttentionInterface.register(NAME, attention_forward)
     AttentionInterface.register(f"paged|{NAME}", paged_attention_forward)
     AttentionMaskInterface.register(NAME, key_ranges_mask)
+    register_experts(NAME)
 
 
 # ---- Masks --------------------------------------------------------------------------------------
