@@ -19,14 +19,18 @@ TOKENS = [1, 8, 64, 256, 1024, 8192]
 
 
 def torch_route(logits: Tensor, per_token: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    top, experts = logits.float().topk(per_token, -1)
-    flat = experts.flatten()
+    top, chosen = logits.float().topk(per_token, -1)
+    return top.softmax(-1), *torch_order(chosen, logits.shape[1])
+
+
+def torch_order(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    flat = chosen.flatten()
     order = flat.argsort(stable=True)
-    bounds = torch.arange(logits.shape[1] + 1, device=logits.device)
+    bounds = torch.arange(experts + 1, device=chosen.device)
     offsets = torch.searchsorted(flat[order], bounds, out_int32=True)
     places = torch.empty_like(order)
-    places[order] = torch.arange(len(order), device=logits.device)
-    return top.softmax(-1), offsets, (order // per_token).int(), places.view_as(experts)
+    places[order] = torch.arange(len(order), device=chosen.device)
+    return offsets, (order // chosen.shape[1]).int(), places.view_as(chosen)
 
 
 def torch_combine(x: Tensor, places: Tensor, weights: Tensor) -> Tensor:
@@ -52,6 +56,22 @@ def route(bench: Bench, tokens: int, experts: int, per_token: int, dtype: torch.
         make=make,
         cost=op_cost("route_experts", *make(), per_token),
         fields={"dtype": name_of(dtype), "tokens": tokens, "experts": experts, "chosen": per_token},
+    )
+
+
+def order(bench: Bench, tokens: int, experts: int, per_token: int) -> None:
+    """Of choices as torch.topk leaves them."""
+
+    def make() -> tuple[Tensor]:
+        return (torch.rand(tokens, experts, device=bench.device).topk(per_token, -1).indices,)
+
+    ours = {"ridgeline": lambda chosen: ops.order_experts(chosen, experts)}
+    bench.compare(
+        op="order_experts",
+        calls=ours | rivals(bench, lambda chosen: torch_order(chosen, experts)),
+        make=make,
+        cost=op_cost("order_experts", *make(), experts),
+        fields={"dtype": "int64", "tokens": tokens, "experts": experts, "chosen": per_token},
     )
 
 
@@ -81,6 +101,7 @@ def main() -> None:
     for experts, per_token, width in SHAPES:
         for tokens in numbers:
             route(bench, tokens, experts, per_token, dtype)
+            order(bench, tokens, experts, per_token)
             combine(bench, tokens, experts, per_token, width, dtype)
 
 

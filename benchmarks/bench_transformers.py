@@ -1,10 +1,12 @@
-"""Drop-in use: a transformers model as it is, after ``optimize_``, and quantised; an encoder's MLP.
+"""Drop-in use: a transformers model as it is, after ``optimize_``, and quantised; an encoder's MLP;
+a mixture's experts.
 
 The decoder has the shapes of Llama-3.1-8B and random weights, made on the device (on the CPU: a
 small one of its kind). ``eager``: ``generate()`` as it comes, prompt included. ``graphs``: the same
 over a static cache with ``DecodeGraphs``. ``step``: one step of decoding over a static cache as one
 CUDA graph, greedy on the device. ``prefill``: one forward of a whole prompt. ``--compile`` adds
-torch.compile's ``generate()``, which takes about half a minute a row to build.
+torch.compile's ``generate()``, which takes about half a minute a row to build. Experts are a layer
+of Qwen3-30B-A3B's, by the functions that transformers has and by ours.
 """
 
 from __future__ import annotations
@@ -169,6 +171,53 @@ def measure_encoder(bench: Bench) -> None:
     )
 
 
+def measure_experts(bench: Bench, tokens: int) -> None:
+    from transformers import Qwen3MoeConfig
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    count, chosen, hidden, inner = (128, 8, 2048, 768) if bench.device != "cpu" else (8, 2, 64, 48)
+    config = Qwen3MoeConfig(num_experts=count, hidden_size=hidden, moe_intermediate_size=inner)
+    with torch.device(bench.device):
+        experts = Qwen3MoeExperts(config).to(torch.bfloat16)
+    for weight in experts.parameters():
+        weight.normal_(std=0.02)
+    draw = torch.Generator().manual_seed(tokens)
+    choice = torch.rand(tokens, count, generator=draw).topk(chosen).indices
+    touched = len(choice.unique())
+    of_one = sum(weight[0].nbytes for weight in experts.parameters())
+    cost = Cost(
+        bytes=touched * of_one + 2 * 2 * tokens * hidden,
+        flops=2 * tokens * chosen * 3 * hidden * inner,
+        unit="bf16",
+    )
+
+    def inputs() -> list[Tensor]:
+        """Other experts each time: the same ones would be read from L2."""
+        names = torch.randperm(count, generator=draw)
+        x = torch.randn(tokens, hidden, device=bench.device, dtype=torch.bfloat16)
+        shares = torch.rand(tokens, chosen, device=bench.device, dtype=torch.bfloat16)
+        return [x, names[choice].to(bench.device), shares]
+
+    def by(implementation: str) -> Callable[..., Tensor]:
+        def call(*given: Tensor) -> Tensor:
+            config._experts_implementation = implementation
+            return experts(*given)
+
+        return call
+
+    theirs = ["grouped_mm"] + ["batched_mm"] * (tokens <= 8)  # copies the weights of each choice
+    bench.compare(
+        op="transformers_experts",
+        calls={implementation: by(implementation) for implementation in (*theirs, "ridgeline")},
+        make=inputs,
+        cost=cost,
+        fields={"dtype": "bf16", "tokens": tokens, "experts": count, "chosen": chosen}
+        | {"K": hidden, "inner": inner, "touched": touched},
+        launches=20 if tokens < 1024 else 5,
+        touched=cost.bytes,
+    )
+
+
 @torch.inference_mode(False)
 @torch.no_grad()
 def main() -> None:
@@ -181,6 +230,12 @@ def main() -> None:
     if find_spec("transformers") is None:
         print("transformers is not installed: pip install ridgeline[test]")
         return
+    from ridgeline.integrations.transformers import enable
+
+    enable()
+    numbers = [1, 64, 8192] if bench.quick else [1, 8, 64, 1024, 8192]
+    for tokens in numbers if bench.device != "cpu" else [1, 64]:
+        measure_experts(bench, tokens)
     model = make_model(bench.device, layers)
     measure_decoder(bench, model, "transformers", compile_too)
     done = optimize_(model)
