@@ -1,3 +1,4 @@
+#include "common/dispatch.h"
 #include "kernels/routing_order.cuh"
 
 namespace ridgeline {
@@ -8,8 +9,10 @@ using namespace routing;
 // ---- Phases -----------------------------------------------------------------------------------
 
 /// A round is 32 choices side by side, of whichever tokens: the same expert twice is two choices.
+template <int kMost>
 struct ChooseGiven {
   using Params = OrderParams;
+  static constexpr int kBuckets = kMost;
 
   static __device__ __forceinline__ int choose(const OrderParams& p, int round) {
     const ExpertOrder& order = p.order;
@@ -38,7 +41,10 @@ std::size_t order_experts_workspace_bytes(const OrderParams& p) {
 }
 
 void order_experts(const OrderParams& p, Stream stream) {
-  launch_order<ChooseGiven>(p, deal_out(p), stream, "order_experts");
+  const Deal deal = deal_out(p);
+  dispatch_at_least<256, kMaxBuckets>(deal.buckets, "experts", [&](auto most) {
+    launch_order<ChooseGiven<most.value>>(p, deal, stream, "order_experts");
+  });
 }
 
 }  // namespace ridgeline

@@ -125,6 +125,7 @@ __device__ __forceinline__ Choice choose_largest(const RouteParams& p, int token
 template <int kEach>
 struct ChooseLargest {
   using Params = RouteParams;
+  static constexpr int kBuckets = kEach * kWarpSize;
 
   static __device__ __forceinline__ int choose(const RouteParams& p, int token) {
     const int lane = static_cast<int>(threadIdx.x) % kWarpSize;

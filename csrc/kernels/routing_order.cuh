@@ -43,8 +43,9 @@ struct Deal {
   std::int32_t chunk;    // rounds of a block, where there are many
 };
 
-/// Who chooses says what a kernel is told, Params with an ExpertOrder, and gives each lane of a
-/// warp the bucket of its choice of a round, or -1 where it has none:
+/// Who chooses says what a kernel is told, Params with an ExpertOrder, and how many buckets there
+/// may be, kBuckets, and gives each lane of a warp the bucket of its choice of a round, or -1 where
+/// it has none:
 ///   static __device__ int choose(const Params& p, int round);
 template <class Params>
 struct OrderLaunch {
@@ -54,10 +55,13 @@ struct OrderLaunch {
 
 // ---- Shared memory ----------------------------------------------------------------------------
 
+template <int kBuckets>
 struct OrderShared {
-  std::uint32_t counts[device::kMaxWarps / kWarpsAWord][kMaxBuckets];  // of the batch's choices
-  std::int32_t rows[kMaxBuckets];  // of a bucket: where they begin, if the batch is all there is,
-                                   // else how many the batches before have
+  static_assert(kBuckets <= kMaxBuckets);
+
+  std::uint32_t counts[device::kMaxWarps / kWarpsAWord][kBuckets];  // of the batch's choices
+  std::int32_t rows[kBuckets];  // of a bucket: where they begin, if the batch is all there is, else
+                                // how many the batches before have
   std::int32_t of_warps[device::kMaxWarps];
   std::int32_t ranked[kBatch][kWarpSize];  // choices with their ranks among those of their warp
 
@@ -125,9 +129,9 @@ __device__ __forceinline__ void for_each_round(int warp, int first, int count, F
 }
 
 /// Chooses, counts, and ranks among the choices of a warp. Requires: the counts are clear.
-template <class Chooser, class Params>
-__device__ __forceinline__ void choose_batch(const Params& p, int warp, int first, int count,
-                                             OrderShared& shared) {
+template <class Chooser>
+__device__ __forceinline__ void choose_batch(const typename Chooser::Params& p, int warp, int first,
+                                             int count, OrderShared<Chooser::kBuckets>& shared) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   for_each_round(warp, first, count, [&](int round, int i) {
     const int bucket = Chooser::choose(p, round);
@@ -138,9 +142,9 @@ __device__ __forceinline__ void choose_batch(const Params& p, int warp, int firs
 
 /// Calls fn(choice, its bucket, its rank in the batch) for the choices of this warp, which
 /// choose_batch() has ranked. Requires: the counts are complete.
-template <class Fn>
+template <int kBuckets, class Fn>
 __device__ __forceinline__ void for_each_choice(const Deal& deal, int warp, int first, int count,
-                                                const OrderShared& shared, Fn&& fn) {
+                                                const OrderShared<kBuckets>& shared, Fn&& fn) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   for_each_round(warp, first, count, [&](int round, int i) {
     const int ranked = shared.ranked[i][lane];
@@ -169,12 +173,12 @@ __device__ __forceinline__ void place(const ExpertOrder& order, int choice, int 
 // ---- Kernels ----------------------------------------------------------------------------------
 
 /// Few rounds: one block has all. Each warp counts its own choices, so that counts and ranks do not
-/// depend on which warp is first. Shared memory: OrderShared, 44 KiB. A thread has a bucket: where
-/// one warp went over all, one token of 128 experts took 0.7 us more (H200, lab).
+/// depend on which warp is first. A thread has a bucket: where one warp went over all, one token of
+/// 128 experts took 0.7 us more (H200, lab). Shared memory: 12.5 KiB for 128 buckets, 44 for 1024.
 template <class Chooser>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     order_few_kernel(const __grid_constant__ OrderLaunch<typename Chooser::Params> launch) {
-  __shared__ OrderShared shared;
+  __shared__ OrderShared<Chooser::kBuckets> shared;
   const Deal& deal = launch.deal;
   const ExpertOrder& order = launch.params.order;
   const int warp = device::warp_index();
@@ -201,7 +205,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks)
 template <class Chooser>
 __global__ void __launch_bounds__(kThreads, kBlocks)
     rank_kernel(const __grid_constant__ OrderLaunch<typename Chooser::Params> launch) {
-  __shared__ OrderShared shared;
+  __shared__ OrderShared<Chooser::kBuckets> shared;
   const Deal& deal = launch.deal;
   const ExpertOrder& order = launch.params.order;
   const int warp = device::warp_index();
