@@ -26,13 +26,14 @@ _FLOATS = {
     "cuda": (torch.float16, torch.bfloat16),
 }
 
+_HAS_BOTH_INTERFACES = hasattr(finegrained_fp8, "FP8ExpertsInterface")  # from 5.5 on
+
 _logger = logging.get_logger(__name__)
 
 
 def register(name: str) -> None:
-    """Registers experts as ``name``. A transformers before 5.5 lets them not say whether they have
-    a gate: nothing is registered there, and a model that asks for the name is refused."""
-    if hasattr(finegrained_fp8, "FP8ExpertsInterface"):
+    """Registers experts as ``name``; not with a transformers before 5.5, which refuses the name."""
+    if _HAS_BOTH_INTERFACES:
         moe.ExpertsInterface.register(name, experts_forward)
         finegrained_fp8.FP8ExpertsInterface.register(name, fp8_experts_forward)
 
@@ -41,7 +42,8 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
     """Names and modules that run their experts as their config's implementation says; none with a
     transformers before 5.5."""
     for name, module in model.named_modules():
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+        says = hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+        if says and _HAS_BOTH_INTERFACES:
             yield name, module
 
 
