@@ -31,9 +31,9 @@ def path(mean: int, format: str = "dense", K: int = 2048, **options: Any) -> str
         (2 * 128, 128, 768, "fp8_fp8_blocks", "strips", "many"),  # three chunks
         (2 * 8, 8, 14336, "fp8_fp8_blocks", "strips", "many"),
         (2 * 128, 128, 2048, "int4", "digits", "some"),
-        (64, 128, 768, "int4", "digits", "some"),  # chunks of 384 columns: half a row
-        (8, 128, 1024, "int4", "digits", "some"),  # two of 512: eight rows in all
-        (4, 4, 1024, "int4", "digits", "some"),  # and not more than one an expert
+        (64, 128, 768, "int4", "digits", "some"),  # two chunks of 512 columns: half a row
+        (2, 4, 1536, "int4", "digits", "some"),
+        (2 * 4, 4, 1600, "int4", "digits", "some"),
     ],
 )
 def test_few_rows_meet_strips(

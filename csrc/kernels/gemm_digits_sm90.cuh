@@ -28,16 +28,16 @@ struct XOfLane {
   }
 };
 
-/// kBlocks times 64 columns of a strip. sums[tile]: rows lane / 4 and the eighth after it of the
+/// A chunk of a strip. sums[tile]: rows lane / 4 and the eighth after it of the
 /// weight, by row lane % 4 of the tile of x. Of one tile the products of four spans go on side by
 /// side, and nothing branches between them: one after the other a chunk took 0.6 us, most of it
 /// latency. Two tiles have as many products one after the other: eight rows of 4096 x 28672 23.4
 /// us, so 23.9.
-template <class T, int kSpan, int kBlocks = kChunkBlocks, int kTiles>
+template <class T, int kSpan, int kTiles>
 __device__ __forceinline__ void multiply_chunk(const DigitsParams& params, const char* stage,
                                                const XOfLane<kTiles>& x, int chunk,
                                                float (&sums)[kTiles][2], int lane) {
-  constexpr int kSpans = kBlocks / kSpan, kAbreast = kTiles > 1 ? 1 : kSpans % 4 == 0 ? 4 : 3;
+  constexpr int kSpans = kChunkBlocks / kSpan, kAbreast = kTiles > 1 ? 1 : 4;
   const int rows = static_cast<int>(params.gemm.M);
 #pragma unroll
   for (int first = 0; first < kSpans; first += kAbreast) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void multiply_chunk(const DigitsParams& params, const
 #pragma unroll
         for (int tile = 0; tile < kTiles; ++tile)
           b[i][tile] = *reinterpret_cast<const uint4*>(
-              x.digits[tile] + (chunk * kBlocks + at) * block_bytes(rows));
+              x.digits[tile] + (chunk * kChunkBlocks + at) * block_bytes(rows));
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half)
@@ -88,7 +88,8 @@ __device__ __forceinline__ void multiply_chunk(const DigitsParams& params, const
 #pragma unroll
     for (int i = 0; i < kAbreast; ++i) {
       const T* scales =
-          reinterpret_cast<const T*>(stage + kBlocks * 512 + group_of(i) * kScaleBytes) + lane / 4;
+          reinterpret_cast<const T*>(stage + kChunkBlocks * 512 + group_of(i) * kScaleBytes) +
+          lane / 4;
       const float scale[2] = {device::to_float(scales[0]), device::to_float(scales[8])};
 #pragma unroll
       for (int tile = 0; tile < kTiles; ++tile) {

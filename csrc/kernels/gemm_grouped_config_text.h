@@ -20,9 +20,7 @@ inline std::string to_text(const Choice& choice) {
                      " claimed=" + std::to_string(choice.claimed) +
                      " scales_groups=" + std::to_string(choice.scales_groups);
   if (choice.as) text.append(" as=").append(kAs[static_cast<int>(*choice.as)]);
-  if (choice.chunk_cols > 0)
-    text += " chunk_cols=" + std::to_string(choice.chunk_cols) +
-            " span_cols=" + std::to_string(choice.span_cols);
+  if (choice.span_cols > 0) text += " span_cols=" + std::to_string(choice.span_cols);
   return text;
 }
 

@@ -20,11 +20,10 @@ constexpr int kFound = 3, kFoundThreads = kStripThreads - (kRequesters - 1) * de
 /// for them. Where a block comes to rows that are not there those that multiply stage them, while
 /// the rings are on their way.
 /// Roofline: the bytes of the weights of the experts that have rows; x comes from L2, once a block.
-template <class T, int kSpan, int kBlocks>
+template <class T, int kSpan>
 __global__ void __launch_bounds__(kStripThreads, 1)
     grouped_digits_kernel(const __grid_constant__ GroupedDigitsParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  constexpr int kCols = kBlocks * Int4Layout::kCols;
   extern __shared__ __align__(1024) char memory[];
   const DigitsParams& digits = params.digits;
   const StripLaunch& launch = params.launch;
@@ -64,7 +63,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     const std::uint64_t policy = ptx::evict_first();
     const auto request = [&](const ChunkSteps& at, int to, int stage, int parity) {
       ptx::mbarrier_wait(&barriers.free[to][stage], parity);
-      request_chunk<kBlocks>(params, at, memory + (to * kDigitsStages + stage) * digits.stage_bytes,
+      request_chunk(params, at, memory + (to * kDigitsStages + stage) * digits.stage_bytes,
                              &barriers.full[to][stage], policy);
     };
     return request_chunks(walk, requester, kDigitsStages, request);
@@ -72,14 +71,20 @@ __global__ void __launch_bounds__(kStripThreads, 1)
   const LaneRows lane_rows(launch.grouped, lane);
   bool finite = true, once = false;  // once: one row of x is all rows
   int staged = 0, staged_end = -1;
+  Pieces<T> pieces;
   // Behind the block's weights, which all are asked for at once, x would come a microsecond later.
-  // H200, lab, us, one token, 2048 x 1536 7.57 and 6.41, 768 x 2048 5.89 and 5.24.
+  // H200, lab, us, one token, 2048 x 1536 7.57 and 6.41, 768 x 2048, rows that are one, 5.89 and
+  // 5.24. Which rows are the block's is not known yet: where it made digits of all, eight of 768 x
+  // 2048 took 7.1.
   if (params.early && warp < kWarps) {
     once = launch.grouped.x_rows == 1;
-    staged_end = static_cast<int>(p.M);
-    finite = stage_rows<T, kSpan>(params, lane_rows.first_rows(), once ? 1 : staged_end, warp, x,
-                                  spans);
-    finite = !ptx::named_barrier_any(2, kThreads, !finite);  // x is whole
+    const int rows = once ? 1 : static_cast<int>(p.M);
+    pieces.load(params, warp, rows * digits.chunks, lane_rows.first_rows());
+    if (once) {
+      staged_end = static_cast<int>(p.M);
+      finite = pieces.template store<kSpan>(params, 0, 1, x, spans);
+      finite = !ptx::named_barrier_any(2, kThreads, !finite);  // x is whole
+    }
   }
   ptx::named_barrier_sync(kFound, kFoundThreads);  // the block's share and its tiles are there
   StripWalk walk(launch, lists, barriers.share);
@@ -94,12 +99,19 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       tile = walk.tile;
       rows = walk.rows();
       if (rows.first + rows.count > staged_end || (once && rows.count > 1)) {
+        const int staging = walk.rows_together(), count = staging * digits.chunks;
+        const bool loaded = params.early && staged_end < 0;  // all rows, in their order in y
         if (staged_end >= 0) ptx::named_barrier_sync(1, kThreads);  // every warp has read x
         once = false;
-        const int staging = walk.rows_together();
-        staged = rows.first;
-        staged_end = staged + staging;
-        finite = stage_rows<T, kSpan>(params, lane_rows.from(walk, lane), staging, warp, x, spans);
+        staged = loaded ? 0 : rows.first;
+        staged_end = rows.first + staging;
+        finite = true;
+        for (int piece = warp; loaded || piece < count; piece += kTogether * kWarps) {
+          if (!loaded) pieces.load(params, piece, count, lane_rows.from(walk, lane));
+          finite &= pieces.template store<kSpan>(params, rows.first - staged, staged_end - staged,
+                                                 x, spans);
+          if (loaded) break;
+        }
         finite = !ptx::named_barrier_any(2, kThreads, !finite);  // x is whole
       }
       const int at = once ? 0 : rows.first - staged;
@@ -120,7 +132,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       for (; chunk < launch.chunks; chunk += kWarps) {
         const char* of_chunk = ring + stage * digits.stage_bytes;
         ptx::mbarrier_wait(&barriers.full[warp][stage], parity);
-        multiply_chunk<T, kSpan, kBlocks>(digits, of_chunk, x_lane, chunk, sums, lane);
+        multiply_chunk<T, kSpan>(digits, of_chunk, x_lane, chunk, sums, lane);
         ptx::mbarrier_arrive(&barriers.free[warp][stage]);  // every lane, for what it read
         if (++stage == kDigitsStages) {
           stage = 0;
@@ -151,8 +163,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
             p, strip_of(params, rows.expert, walk.weight_row()),
             static_cast<const T*>(p.weight.scales) + scales,
             p.weight.zeros ? p.weight.zeros + scales : nullptr,
-            static_cast<const T*>(p.x.data) + row * p.x.stride_row, n, turn * kCols, kCols,
-            kWarps * kCols);
+            static_cast<const T*>(p.x.data) + row * p.x.stride_row, n, turn * kChunkCols,
+            kChunkCols, kWarps * kChunkCols);
       }
     }
     barriers.sums.arrive_done(item);
@@ -183,29 +195,28 @@ CUtensorMap scales_map(const void* data, int bytes, const GroupedGemmParams& par
   return map;
 }
 
-template <class T, int kSpan, int kBlocks>
+template <class T, int kSpan>
 void launch(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const GemmParams& p = params.gemm;
   GroupedDigitsParams launched{.digits = {.gemm = p},
-                               .launch = strip_launch(params, choice, choice.chunk_cols)};
+                               .launch = strip_launch(params, choice, kChunkCols)};
   DigitsParams& digits = launched.digits;
   digits.gemm.M = choice.tile_rows;
   digits.chunks = ceil_div(p.K, kChunkCols);
   launched.early = p.M <= choice.tile_rows && p.M * digits.chunks <= kMostEarly;
   launched.by_x_chunks = device::Divisor::of(digits.chunks);
   digits.group_shift = group_shift(p.weight.group);
-  const int groups = groups_of_chunk(choice.chunk_cols, p.weight.group);
+  const int groups = groups_of_chunk(p.weight.group);
   launched.strip_bytes = ceil_div(p.K, Int4Layout::kCols) * Int4Layout::kWords * 4;
   launched.groups = groups;
   launched.scale_bytes = groups * (kScaleBytes + (p.weight.zeros ? kZeroBytes : 0));
   launched.by_group =
-      device::Divisor::of(ceil_div(std::min(p.weight.group, p.K), kBlocks * Int4Layout::kCols));
+      device::Divisor::of(ceil_div(std::min(p.weight.group, p.K), kChunkCols));
   digits.scales = scales_map(p.weight.scales, 2, params, groups);
   if (p.weight.zeros) digits.zeros = scales_map(p.weight.zeros, 1, params, groups);
-  digits.zeros_at = kBlocks * 512 + round_up(groups * kScaleBytes, 128);
-  digits.stage_bytes =
-      digits_stage_bytes(choice.chunk_cols, p.weight.group, p.weight.zeros != nullptr);
-  constexpr auto kKernel = grouped_digits_kernel<T, kSpan, kBlocks>;
+  digits.zeros_at = kChunkBlocks * 512 + round_up(groups * kScaleBytes, 128);
+  digits.stage_bytes = digits_stage_bytes(p.weight.group, p.weight.zeros != nullptr);
+  constexpr auto kKernel = grouped_digits_kernel<T, kSpan>;
   constexpr auto kName = "grouped_linear: digits";
   device::launch_chained<kKernel>(dim3(device::multiprocessors()), dim3(kStripThreads),
                                   kRings * kDigitsStages * digits.stage_bytes + choice.shared_bytes,
@@ -214,11 +225,8 @@ void launch(const GroupedGemmParams& params, const Choice& choice, Stream stream
 
 template <class T>
 void launch_spans(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
-  if (choice.chunk_cols < kChunkCols)
-    return launch<T, 2, kChunkBlocks * 3 / 4>(params, choice, stream);
-  if (choice.span_cols > Int4Layout::kCols)
-    return launch<T, 2, kChunkBlocks>(params, choice, stream);
-  launch<T, 1, kChunkBlocks>(params, choice, stream);
+  if (choice.span_cols > Int4Layout::kCols) return launch<T, 2>(params, choice, stream);
+  launch<T, 1>(params, choice, stream);
 }
 
 }  // namespace

@@ -79,8 +79,7 @@ struct Choice {
   bool claimed = false;    // a block takes the next tile that none has, not every so-manieth
   bool scales_groups = false;      // kMany: e4m3 x has scales of 128 columns
   std::optional<Int4As> as = {};   // kSome
-  std::int32_t chunk_cols = 0;     // kDigits: of K, that a warp takes at a time, ...
-  std::int32_t span_cols = 0;      // ... and that have a unit
+  std::int32_t span_cols = 0;      // kDigits: of K, that have a unit
   std::int32_t shared_bytes = 0;   // kStrips, kDigits: of a block, beside its rings
 };
 

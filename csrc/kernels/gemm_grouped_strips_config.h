@@ -133,27 +133,20 @@ constexpr int group_shift(int group) {
   return shift;
 }
 
-/// Columns of a chunk: three quarters as many where whole ones make K so, and not otherwise. H200,
-/// lab, 768 x 2048, 1 and 16 tokens 5.7 us and 5.4, 27.4 and 25.6.
-constexpr int digits_chunk_cols(const Shape& shape) {
-  constexpr int kCols = gemm_config::kDigitsCols, kFewer = kCols * 3 / 4;
-  return shape.K % kFewer == 0 && shape.K % kCols != 0 && shape.group == 128 ? kFewer : kCols;
-}
-
-constexpr int groups_of_chunk(int chunk_cols, int group) {
-  return std::max(chunk_cols >> group_shift(group), 1);
+constexpr int groups_of_chunk(int group) {
+  return std::max(gemm_config::kDigitsCols >> group_shift(group), 1);
 }
 
 /// Of a warp's ring.
-constexpr int digits_stage_bytes(int chunk_cols, int group, bool has_zeros) {
-  const int groups = groups_of_chunk(chunk_cols, group);
-  return chunk_cols * gemm_config::kStripRows / 2 + round_up(groups * kGroupScaleBytes, 128) +
+constexpr int digits_stage_bytes(int group, bool has_zeros) {
+  const int groups = groups_of_chunk(group);
+  return gemm_config::kDigitsCols * gemm_config::kStripRows / 2 +
+         round_up(groups * kGroupScaleBytes, 128) +
          (has_zeros ? round_up(groups * kGroupZeroBytes, 128) : 0);
 }
 
 constexpr std::int64_t digits_rings(const Shape& shape) {
-  return std::int64_t{kDigitsStages} * kRings *
-         digits_stage_bytes(digits_chunk_cols(shape), shape.group, shape.has_zeros);
+  return std::int64_t{kDigitsStages} * kRings * digits_stage_bytes(shape.group, shape.has_zeros);
 }
 
 /// Of a block, beside its rings.
@@ -172,14 +165,11 @@ constexpr int digits_rows(const Shape& shape) {
 /// of an expert that has more go by twice. H200, lab, us, by expansion and so: 8 and 12 tokens of 2
 /// of 8 experts of 14336 x 4096, of which four rows fit, 65.1 59.8 and 61.2 60.3, of 4096 x 28672
 /// 123 107 and 113 112; 24, 32, 40 and 64 of 8 of 128 experts of 2048 x 1536 49.5 56.2 58.0 59.8
-/// and 48.9 53.2 60.0 64.1. Strips of few chunks leave warps without one: 4, 8 and 16 tokens of 768
-/// x 2048 12.9 18.7 23.2 and 12.5 19.1 27.4.
+/// and 48.9 53.2 60.0 64.1. Strips of few chunks leave warps without one: 8 and 16 tokens of 768 x
+/// 2048 18.7 23.2 and 18.1 25.6.
 constexpr std::int64_t most_rows_of_digits(Shape shape) {
   constexpr int kFewChunks = 4, kFewest = 2;
-  if (ceil_div(shape.K, gemm_config::kDigitsCols) < kFewChunks)
-    return digits_chunk_cols(shape) < gemm_config::kDigitsCols
-               ? ceil_div(shape.experts, 2)
-               : std::min(shape.experts, kDigitsTokens);
+  if (ceil_div(shape.K, gemm_config::kDigitsCols) < kFewChunks) return ceil_div(shape.experts, 2);
   shape.M = std::max<std::int64_t>(shape.M, kDigitsTokens);
   return std::int64_t{std::max(digits_rows(shape) - 6, kFewest)} * shape.experts;
 }
@@ -195,13 +185,12 @@ constexpr bool is_for_digits(const Shape& shape) {
 
 /// Requires: is_for_digits(shape).
 constexpr Choice digits_of(const Shape& shape) {
-  const int rows = digits_rows(shape), chunk_cols = digits_chunk_cols(shape);
+  const int rows = digits_rows(shape);
   const bool wide = shape.group % (2 * Int4Layout::kCols) == 0 || shape.group >= shape.K;
   return {.path = Path::kDigits,
           .most_rows = kDigitsTokens,
           .tile_rows = rows,
           .tile_cols = gemm_config::kStripRows,
-          .chunk_cols = chunk_cols,
           .span_cols = wide ? 2 * Int4Layout::kCols : Int4Layout::kCols,
           .shared_bytes = static_cast<std::int32_t>(digits_bytes(shape, rows))};
 }

@@ -105,7 +105,7 @@ struct StripWalk {
   /// The tiles of all experts.
   __device__ int count_tiles(int lane) const {
     int mine = 0;
-#pragma unroll 4
+#pragma unroll 1
     for (int e = lane; e < launch.grouped.experts; e += device::kWarpSize) {
       std::int32_t first;
       mine += tiles_of(rows_of(e, first));
