@@ -32,7 +32,8 @@ std::size_t grouped_gemm_workspace_bytes(const GroupedGemmParams& params);
 /// Whether grouped_gemm() takes `y_scale` on the current device: else quantize() makes the codes.
 bool grouped_gemm_makes_codes(const GroupedGemmParams& params);
 
-/// Enqueues one or two kernels. x, weight and their rows aligned to 16 bytes, half precision.
+/// Enqueues up to four kernels: what x, its order and the order of tiles take, and the product. x,
+/// weight and their rows aligned to 16 bytes, half precision.
 void grouped_gemm(const GroupedGemmParams& params, Stream stream);
 
 namespace cpu {
