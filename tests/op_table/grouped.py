@@ -242,6 +242,9 @@ GROUPED_FP8 = OpCase(
               weight_scale=_positive(2), offsets=at(0, 1, 2)),
         Error(r"x_scale.*one value.*\[3\]", x=fp8(2, 64), weight=fp8(2, 8, 64),
               weight_scale=_positive(2), offsets=at(0, 1, 2), x_scale=_positive(3)),
+        Error(r"out_quant.*'fp8_group', got 'fp8_group256'", x=normal(2, 64), weight=fp8(2, 8, 64),
+              weight_scale=_positive(2), offsets=at(0, 1, 2), out_quant="fp8_group256",
+              dtype=torch.bfloat16),
     ],
 )  # fmt: skip
 

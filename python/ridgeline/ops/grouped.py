@@ -213,6 +213,11 @@ def _rows_of(x: Tensor, rows: Tensor | None) -> int:
     return (x if rows is None else rows).shape[0]
 
 
+def _output(x: Tensor, rows: Tensor | None, N: int, activation: str, dtype: torch.dtype) -> Tensor:
+    columns = N // 2 if activation in _GATED else N
+    return x.new_empty(_rows_of(x, rows), columns, dtype=dtype)
+
+
 @register_fake("grouped_linear")
 def _(
     x: Tensor,
@@ -223,8 +228,7 @@ def _(
     activation: str,
     batch_invariant: bool,
 ) -> Tensor:
-    columns = weight.shape[1] // (2 if activation in _GATED else 1)
-    return x.new_empty(_rows_of(x, rows), columns)
+    return _output(x, rows, weight.shape[1], activation, x.dtype)
 
 
 @register_fake("grouped_fp8_linear")
@@ -240,8 +244,7 @@ def _(
     activation: str,
     batch_invariant: bool,
 ) -> Tensor:
-    columns = weight.shape[1] // (2 if activation in _GATED else 1)
-    return x.new_empty(_rows_of(x, rows), columns, dtype=getattr(torch, out_dtype))
+    return _output(x, rows, weight.shape[1], activation, getattr(torch, out_dtype))
 
 
 @register_fake("grouped_fp8_linear_quant")
@@ -260,8 +263,8 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     if out_quant != "fp8_group":
         raise ValueError(f"out_quant: expected None or 'fp8_group', got {out_quant!r}")
-    columns = weight.shape[1] // (2 if activation in _GATED else 1)
-    return quantised_like(x.new_empty(_rows_of(x, rows), columns), out_quant)
+    y = _output(x, rows, weight.shape[1], activation, getattr(torch, out_dtype))
+    return quantised_like(y, out_quant)
 
 
 @register_fake("grouped_int4_linear")
@@ -279,7 +282,7 @@ def _(
     activation: str,
     batch_invariant: bool,
 ) -> Tensor:
-    return scales.new_empty(_rows_of(x, rows), N // (2 if activation in _GATED else 1))
+    return _output(x, rows, N, activation, scales.dtype)
 
 
 def _cost(
