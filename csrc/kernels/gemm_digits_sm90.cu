@@ -59,10 +59,10 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, kTiles == 1 ? 
     return finish_strips<T>(p, params.order, barriers.sums, sums_at, memory + params.operands_at,
                             barriers.squares, nullptr);
   }
-  if (lane == 0) first.begin(p.weights_ready);
+  first.begin(p.weights_ready);
   barriers.squares.clear(warp, lane);
   ptx::wait_for_dependencies();
-  const auto request = [&] { if (lane == 0) first.finish(); };
+  const auto request = [&] { first.finish(); };
   const bool finite = stage_x<T, kSpan>(params, warp, x, spans, barriers.squares, request);
   request();  // a warp that stages nothing
   if (params.chunks % kWarps == 0) {
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, kTiles == 1 ? 
       ptx::mbarrier_wait(&barriers.full[warp][stage], parity);
       multiply_chunk<T, kSpan>(params, of_chunk, x_lane, chunk, sums, lane);
       __syncwarp();  // every lane has read the stage
-      if (lane == 0) requests.next(ring + stage * params.stage_bytes, &barriers.full[warp][stage]);
+      requests.next(ring + stage * params.stage_bytes, &barriers.full[warp][stage]);
       if (++stage == kStages) {
         stage = 0;
         parity ^= 1;
@@ -133,6 +133,8 @@ void launch(const GemmParams& p, Stream stream) {
   DigitsParams params{.gemm = p, .order = StripOrder::of(p, items, blocks)};
   params.chunks = ceil_div(p.K, kChunkCols);
   while ((1 << params.group_shift) < std::min(p.weight.group, kChunkCols)) ++params.group_shift;
+  params.by_group = device::Divisor::of(
+      p.weight.group >= p.K ? params.chunks : std::max(p.weight.group / kChunkCols, 1));
   const int groups = kChunkCols >> params.group_shift;
   params.scales = scales_map(p.weight.scales, 2, p, groups);
   if (p.weight.zeros) params.zeros = scales_map(p.weight.zeros, 1, p, groups);

@@ -1,6 +1,7 @@
 #pragma once
 #include "device/matrix_map.cuh"
 #include "device/ptx/bulk_copy.cuh"
+#include "device/ptx/elect.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/mma_int8.cuh"
 #include "kernels/gemm_digits_stage.cuh"
@@ -119,10 +120,10 @@ struct ChunkSource {
     const GemmParams& p = params.gemm;
     const int blocks = ceil_div(p.K, Int4Layout::kCols);
     weight = static_cast<const char*>(p.weight.data) +
-             static_cast<std::int64_t>(row / kStripRows) * blocks * 512 + chunk * kChunkBytes;
+             static_cast<std::int64_t>(static_cast<unsigned>(row) / kStripRows) * blocks * 512 +
+             chunk * kChunkBytes;
     bytes = min(kChunkBytes, blocks * 512 - chunk * kChunkBytes);
-    group = p.weight.group <= kChunkCols ? chunk * (kChunkCols >> params.group_shift)
-                                         : chunk * kChunkCols / p.weight.group;
+    group = params.by_group.divide(chunk * (kChunkCols >> params.group_shift));
   }
 };
 
@@ -134,17 +135,19 @@ struct Requests {
   __device__ Requests(const DigitsParams& params, int warp)
       : params(params), policy(ptx::evict_first()), walk(params.order, params.chunks, warp) {}
 
-  /// Asks for the next chunk.
+  /// Asks for the next chunk. All lanes of the warp call it.
   __device__ void next(char* to, std::uint64_t* full) {
     if (walk.strips == 0) return;
     const std::uint8_t* zeros = params.gemm.weight.zeros;
     const ChunkSource from(params, walk.row, walk.chunk);
     const int groups = kChunkCols >> params.group_shift;
-    ptx::mbarrier_expect(full, from.bytes + groups * (kScaleBytes + (zeros ? kZeroBytes : 0)));
-    ptx::copy_bulk(to, from.weight, from.bytes, full, policy);
-    ptx::copy_matrix(to + kChunkBytes, &params.scales, full, walk.row, from.group, policy);
-    if (zeros)
-      ptx::copy_matrix(to + params.zeros_at, &params.zeros, full, walk.row, from.group, policy);
+    if (ptx::elect_one()) {
+      ptx::mbarrier_expect(full, from.bytes + groups * (kScaleBytes + (zeros ? kZeroBytes : 0)));
+      ptx::copy_bulk(to, from.weight, from.bytes, full, policy);
+      ptx::copy_matrix(to + kChunkBytes, &params.scales, full, walk.row, from.group, policy);
+      if (zeros)
+        ptx::copy_matrix(to + params.zeros_at, &params.zeros, full, walk.row, from.group, policy);
+    }
     walk.next();
   }
 
@@ -154,6 +157,7 @@ struct Requests {
 #pragma unroll 1
     for (int i = 0; i < chunks && ahead.strips > 0; ++i, ahead.next()) {
       const ChunkSource from(params, ahead.row, ahead.chunk);
+      if (!ptx::elect_one()) continue;
       ptx::prefetch_bulk(from.weight, from.bytes, policy);
       ptx::prefetch_matrix(&params.scales, ahead.row, from.group, policy);
       if (params.gemm.weight.zeros)

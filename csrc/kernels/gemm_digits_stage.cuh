@@ -1,6 +1,7 @@
 #pragma once
 #include "device/dequant.cuh"
 #include "device/digits.cuh"
+#include "device/divisor.cuh"
 #include "device/reduce.cuh"
 #include "kernels/gemm_strip_sums.cuh"
 
@@ -26,6 +27,7 @@ struct DigitsParams {
   StripOrder order;
   std::int32_t chunks;        // of a strip
   std::int32_t group_shift;   // log2 of the columns that share a scale in a chunk
+  device::Divisor by_group;   // chunks of a group
   std::int32_t zeros_at;      // in a stage
   std::int32_t stage_bytes;
   std::int32_t operands_at;   // in shared memory: KeptOperands

@@ -176,7 +176,7 @@ struct FirstRequests {
   std::uint64_t* full;
   bool pending = false;
 
-  /// One thread of the warp calls these.
+  /// All lanes of the warp call these.
   __device__ void begin(bool ready) {
     pending = true;
     if (ready) return finish();

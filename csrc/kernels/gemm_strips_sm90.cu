@@ -56,13 +56,13 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, 2)
     return finish_strips<T>(p, params.order, shared.sums, sums_at, memory + params.operands_at,
                             shared.squares, &shared.codes.scale);
   }
-  if (lane == 0) weight_first.begin(p.weights_ready);
+  weight_first.begin(p.weights_ready);
   shared.squares.clear(warp, lane);
   const bool makes_codes = kFp8X && p.x.to_codes;
   EarlyNorm<T> norm;
   if (makes_codes) norm.load(p);
   ptx::wait_for_dependencies();
-  const auto request = [&] { if (lane == 0) weight_first.finish(); };
+  const auto request = [&] { weight_first.finish(); };
   if constexpr (kFp8X)
     if (makes_codes)
       stage_codes<T, kFormat>(x, shared.squares, shared.codes, params, norm, request);
@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kThreads + kMostFinishers * 32, 2)
                             (chunk * kBoxes + box) * kBoxCols<kFormat> * 2, whole, lane);
       }
       __syncwarp();  // every lane has read the stage
-      if (lane == 0) requests.next(ring + stage * kChunkBytes, &shared.full[warp][stage]);
+      requests.next(ring + stage * kChunkBytes, &shared.full[warp][stage]);
       if (++stage == params.stages) {
         stage = 0;
         parity ^= 1;

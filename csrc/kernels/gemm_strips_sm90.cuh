@@ -1,5 +1,6 @@
 #pragma once
 #include "device/ptx/bulk_copy.cuh"
+#include "device/ptx/elect.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/mbarrier.cuh"
 #include "device/ptx/mma.cuh"
@@ -74,14 +75,16 @@ struct Requests {
   __device__ Requests(const StripsParams& params, int warp)
       : params(params), policy(ptx::evict_first()), walk(params.order, params.chunks, warp) {}
 
-  /// Asks for the next chunk.
+  /// Asks for the next chunk. All lanes of the warp call it.
   __device__ void next(char* to, std::uint64_t* full) {
     if (walk.strips == 0) return;
-    ptx::mbarrier_expect(full, kChunkBytes);
+    if (ptx::elect_one()) {
+      ptx::mbarrier_expect(full, kChunkBytes);
 #pragma unroll
-    for (int box = 0; box < kBoxes; ++box)
-      ptx::copy_matrix(to + box * kBoxBytes, &params.weight, full,
-                       (walk.chunk * kBoxes + box) * kBoxCols<kFormat>, walk.row, policy);
+      for (int box = 0; box < kBoxes; ++box)
+        ptx::copy_matrix(to + box * kBoxBytes, &params.weight, full,
+                         (walk.chunk * kBoxes + box) * kBoxCols<kFormat>, walk.row, policy);
+    }
     walk.next();
   }
 
@@ -89,11 +92,13 @@ struct Requests {
   __device__ void prefetch(int chunks) const {
     ChunkWalk ahead = walk;
 #pragma unroll 1
-    for (int i = 0; i < chunks && ahead.strips > 0; ++i, ahead.next())
+    for (int i = 0; i < chunks && ahead.strips > 0; ++i, ahead.next()) {
+      if (!ptx::elect_one()) continue;
 #pragma unroll
       for (int box = 0; box < kBoxes; ++box)
         ptx::prefetch_matrix(&params.weight, (ahead.chunk * kBoxes + box) * kBoxCols<kFormat>,
                              ahead.row, policy);
+    }
   }
 };
 
