@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from gemm_choice import choice_of
+from op_table.grouped import mxfp4_of
 from ridgeline import ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -873,7 +874,7 @@ def test_small_grids_are_split_and_large_ones_are_not() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", ["dense", "fp8", "int4"])
+@pytest.mark.parametrize("kind", ["dense", "fp8", "int4", "fp4"])
 def test_a_row_of_experts_keeps_its_bits(kind: str, device: str):
     """One to six rows an expert, whose rings Hopper's kernel shapes, or twenty to a hundred."""
     experts, N, K = 4, 256, 512
@@ -881,6 +882,7 @@ def test_a_row_of_experts_keeps_its_bits(kind: str, device: str):
     weight = torch.randn(experts * N, K, generator=generator).to(device, torch.bfloat16)
     codes, scale = ops.quantize_fp8(weight, "row")
     packed = ops.Int4Experts.from_rows(ops.pack_int4(weight), experts)
+    fp4 = ops.Fp4Experts.from_mxfp4(*(t.to(device) for t in mxfp4_of(experts, N, K, generator)))
     x = torch.randn(experts, 100, K, generator=generator).to(device, torch.bfloat16)
 
     def product(count: int) -> torch.Tensor:
@@ -892,6 +894,8 @@ def test_a_row_of_experts_keeps_its_bits(kind: str, device: str):
         elif kind == "fp8":
             stacked, scales = codes.view(experts, N, K), scale.view(experts, N)
             out = ops.grouped_fp8_linear(rows, stacked, scales, offsets, batch_invariant=True)
+        elif kind == "fp4":
+            out = ops.grouped_fp4_linear(rows, fp4, offsets, batch_invariant=True)
         else:
             out = ops.grouped_int4_linear(rows, packed, offsets, batch_invariant=True)
         return out.view(experts, count, N)
@@ -902,7 +906,7 @@ def test_a_row_of_experts_keeps_its_bits(kind: str, device: str):
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize("kind", ["dense", "fp8", "int4"])
+@pytest.mark.parametrize("kind", ["dense", "fp8", "int4", "fp4"])
 def test_few_rows_of_experts_keep_their_bits_where_their_strips_move(kind: str, device: str):
     """Hopper deals all strips that have rows to its blocks: they move with other rows."""
     experts, N, K = 8, 1056, 4608
@@ -911,6 +915,7 @@ def test_few_rows_of_experts_keep_their_bits_where_their_strips_move(kind: str, 
     x = torch.randn(experts, 7, K, generator=generator).to(device, torch.bfloat16)
     codes, scale = ops.quantize_fp8(weight, "row")
     packed = ops.Int4Experts.from_rows(ops.pack_int4(weight), experts)
+    fp4 = ops.Fp4Experts.from_mxfp4(*(t.to(device) for t in mxfp4_of(experts, N, K, generator)))
 
     def product(counts: list[int]) -> list[torch.Tensor]:
         offsets = torch.tensor([sum(counts[:e]) for e in range(experts + 1)], dtype=torch.int32)
@@ -921,6 +926,8 @@ def test_few_rows_of_experts_keep_their_bits_where_their_strips_move(kind: str, 
         elif kind == "fp8":
             stacked, scales = codes.view(experts, N, K), scale.view(experts, N)
             out = ops.grouped_fp8_linear(rows, stacked, scales, offsets)
+        elif kind == "fp4":
+            out = ops.grouped_fp4_linear(rows, fp4, offsets)
         else:
             out = ops.grouped_int4_linear(rows, packed, offsets)
         return list(out.split(counts))

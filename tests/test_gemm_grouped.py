@@ -4,10 +4,11 @@ import pytest
 import torch
 
 import ridgeline
+from op_table.grouped import mxfp4_of
 from ridgeline import ops
 from ridgeline.roofline import op_cost
 
-KINDS = ["dense", "fp8", "fp8_fp8", "fp8_blocks", "fp8_fp8_blocks", "int4"]
+KINDS = ["dense", "fp8", "fp8_fp8", "fp8_blocks", "fp8_fp8_blocks", "int4", "fp4"]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -46,6 +47,10 @@ def check(kind: str, counts: list[int], N: int, K: int, gated: bool, device: str
         dense, meant = packed.dequantize().float(), x.float()
         of_experts = ops.Int4Experts.from_rows(packed, experts)
         out = ops.grouped_int4_linear(x, of_experts, offsets, rows=rows, activation=activation)
+    elif kind == "fp4":
+        fp4 = ops.Fp4Experts.from_mxfp4(*(t.to(device) for t in mxfp4_of(experts, N, K, generator)))
+        dense, meant = fp4.dequantize().float(), x.float()
+        out = ops.grouped_fp4_linear(x, fp4, offsets, rows=rows, activation=activation)
     else:
         blocks = "blocks" in kind
         codes, scale = blocks_of(weight, experts) if blocks else ops.quantize_fp8(weight, "row")
@@ -112,7 +117,7 @@ def test_chunks_of_few_rows_go_round_the_warps(K: int, kind: str, gated: bool) -
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("kind", ["fp8", "fp8_blocks", "int4"])
+@pytest.mark.parametrize("kind", ["fp8", "fp8_blocks", "int4", "fp4"])
 @pytest.mark.parametrize("mean", [9, 16, 22, 30, 44, 60, 75, 120])
 def test_some_rows_meet_tiles_of_as_many(mean: int, kind: str, gated: bool, device: str) -> None:
     """Tiles of 16, 24, 32, 48, 64, 80 and 88 rows; one expert has more rows than its tile."""
@@ -255,6 +260,78 @@ def test_one_token_of_int4_experts(K: int, counts: list[int], device: str) -> No
     of_last = dense[chosen, :, K - 1]
     assert torch.equal(out.float().isnan(), of_last == 0)
     assert torch.equal(out[of_last != 0].float().sign(), of_last[of_last != 0].sign())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(  # rows of a token, or of so many tokens
+    "tokens", [1, pytest.param(5, marks=pytest.mark.sanitize), 24, 70, 300]
+)
+@pytest.mark.parametrize(  # whole chunks of columns, gpt-oss's columns, and less than a block
+    ("N", "K"), [(576, 1024), (288, 2880), pytest.param(96, 544, marks=pytest.mark.sanitize)]
+)
+def test_four_bit_floats_are_not_rounded(
+    N: int,
+    K: int,
+    tokens: int,
+    biased: bool,
+    activation: str | None,
+    invariant: bool,
+    device: str,
+) -> None:
+    """Four experts a token of eight, gathered or, of rows of their own, in place: the error from
+    float64 is that of one bfloat16. Rows of no expert are zero."""
+    experts, each = 8, 4
+    draw = torch.Generator().manual_seed(tokens)
+    fp4 = ops.Fp4Experts.from_mxfp4(*(t.to(device) for t in mxfp4_of(experts, N, K, draw)))
+    dense = fp4.dequantize().double()
+    bias = torch.randn(experts, N, generator=draw).to(device, torch.bfloat16) if biased else None
+    choices = torch.stack([torch.randperm(experts, generator=draw)[:each] for _ in range(tokens)])
+    order = choices.flatten().argsort(stable=True)
+    counts = torch.bincount(choices.flatten(), minlength=experts)
+    offsets = torch.cat([counts.new_zeros(1), counts]).cumsum(0).to(device, torch.int32)
+    rows = torch.cat([order // each, torch.zeros(2)]).to(device, torch.int32)  # two of no expert
+    x = torch.randn(tokens, K, generator=draw).to(device, torch.bfloat16)
+    chosen = torch.arange(experts).repeat_interleave(counts).to(device)
+    sums = torch.empty(len(chosen), N, dtype=torch.float64, device=device)
+    for e in range(experts):
+        sums[chosen == e] = x.double()[rows[: len(chosen)].long()][chosen == e] @ dense[e].T
+    if bias is not None:
+        sums += bias.double()[chosen]
+    if activation is not None:
+        gate, up = sums.chunk(2, -1)
+        sums = torch.nn.functional.silu(gate) * up
+    options = {"bias": bias, "activation": activation, "batch_invariant": invariant}
+    in_place = x[rows.long()]
+    for of_x, of_rows in ((x, rows), (in_place, None)):
+        out = ops.grouped_fp4_linear(of_x, fp4, offsets, rows=of_rows, **options)
+        assert not out[len(chosen) :].any()
+        error = (out[: len(chosen)].double() - sums).norm() / sums.norm()
+        assert error < 2.5e-3
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [1, 20, 200])
+@pytest.mark.parametrize("power", [-126, -125, 0, 1])
+def test_scales_of_four_bit_floats_reach_both_ends(power: int, tokens: int, device: str) -> None:
+    """Every code by the smallest scales, whose product with the least is no normal number, and by
+    the largest: each row of x has one value, so that the output is a weight times it."""
+    N, K = 96, 512
+    codes = torch.arange(N * K, dtype=torch.int64).view(1, N, K // 32, 32) * 7 // 3 % 16
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8).to(device)
+    scales = torch.full(blocks.shape[:3], 127 + power, dtype=torch.uint8, device=device)
+    fp4 = ops.Fp4Experts.from_mxfp4(blocks, scales)
+    places = torch.arange(tokens) * 37 % K
+    x = torch.zeros(tokens, K)
+    x[torch.arange(tokens), places] = 2.0 ** (-power // 2)
+    x = x.to(device, torch.bfloat16)
+    offsets = torch.tensor([0, tokens], dtype=torch.int32, device=device)
+    expected = fp4.dequantize()[0].double()[:, places].T * 2.0 ** (-power // 2)
+    for invariant in (False, True):
+        out = ops.grouped_fp4_linear(x, fp4, offsets, batch_invariant=invariant)
+        assert torch.equal(out.double(), expected)
 
 
 @pytest.mark.gpu

@@ -11,7 +11,7 @@ import ridgeline
 from gemm_choice import choice_of_experts, plan_of_experts
 
 EXPERTS = 128
-FORMATS = ["dense", "fp8", "fp8_blocks", "fp8_fp8", "fp8_fp8_blocks", "int4"]
+FORMATS = ["dense", "fp8", "fp8_blocks", "fp8_fp8", "fp8_fp8_blocks", "int4", "fp4"]
 
 
 def path(mean: int, format: str = "dense", K: int = 2048, **options: Any) -> str:
@@ -57,6 +57,7 @@ def test_gates_and_ups_have_whole_strips_each() -> None:
         ("fp8_blocks", {"dtype": "float16"}, 80, "some", "many"),
         ("fp8", {}, 160, "terms", "many"),
         ("int4", {}, 80, "some", "many"),
+        ("fp4", {}, 80, "some", "many"),
     ],
 )
 def test_more_rows_meet_tiles(
@@ -76,7 +77,8 @@ def test_other_gpus_and_activations_meet_tiles_of_mma(format: str) -> None:
         choice = choice_of_experts(8, EXPERTS, 1536, 2048, format, **options)
         assert choice["path"] == "tile" and choice["x"] == "in_place"
         assert choice["expands_x"] == format.startswith("fp8_fp8")
-    assert path(1, format, activation="silu_mul") == ("digits" if format == "int4" else "strips")
+    few = {"int4": "digits", "fp4": "some"}.get(format, "strips")
+    assert path(1, format, activation="silu_mul") == few
 
 
 @pytest.mark.parametrize(
@@ -259,6 +261,7 @@ def test_few_tiles_are_alike_in_size() -> None:
     [
         ({"format": "int8"}, "format: expected 'dense', 'int4', .*got 'int8'"),
         ({"dtype": "float32"}, "dtype: expected float16 or bfloat16, got float32"),
+        ({"format": "fp4", "dtype": "float16"}, "dtype: expected bfloat16, got float16"),
         ({"activation": "tanh"}, "activation: expected None, .*got 'tanh'"),
         ({"M": 0}, "M: expected 1 or more, got 0"),
         ({"experts": 1024}, "experts: expected 0 to 1023, got 1024"),

@@ -242,19 +242,13 @@ std::tuple<Tensor, Tensor> grouped_fp8_linear_quant(
   return run_quantized_grouped(on, x, params);
 }
 
-
+/// Four-bit weights in Int4Layout, with a scale for each group of columns.
 template <class Backend>
-Tensor grouped_int4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
-                           const OptionalTensor& zeros, const Tensor& offsets, std::int64_t N,
-                           std::int64_t K, std::int64_t group, const OptionalTensor& rows,
-                           const OptionalTensor& bias, const std::string& activation,
-                           bool batch_invariant) {
-  const Backend on(x, "x");
-  const DType dtype = dtype_of(scales, "weight.scales");
-  expect_quantized_dtype<Backend>(dtype, "weight.scales");
+GroupedWeight packed_experts(const Tensor& x, const Tensor& packed, const Tensor& scales,
+                             WeightFormat format, std::int64_t N, std::int64_t K,
+                             std::int64_t group, const std::string& activation) {
+  expect_quantized_dtype<Backend>(dtype_of(scales, "weight.scales"), "weight.scales");
   check(N >= 0 && K >= 0, "weight: expected N, K >= 0, got ", N, ", ", K);
-  check(group > 0 && (group % 32 == 0 || group >= K),
-        "weight.group: expected a multiple of 32, or K = ", K, ", got ", group);
   const int strip = is_gated(activation_of(activation)) ? 32 : 16;
   check(N % strip == 0, "weight: expected rows divisible by ", strip, ", got ", N);
   const std::int64_t strips = N / Int4Layout::kRows, groups = ceil_div(K, group);
@@ -264,24 +258,53 @@ Tensor grouped_int4_linear(const Tensor& x, const Tensor& packed, const Tensor& 
   const std::int64_t experts = packed.size(0);
   Expect(packed, "weight.packed").shape({experts, strips, blocks, 32, 4});
   Expect(scales, "weight.scales").on_device_of(x, "x").shape({experts, groups, N}).contiguous();
-  GemmWeight weight{.format = WeightFormat::kInt4,
+  constexpr std::int64_t kBlockBytes = Int4Layout::kWords * 4;
+  return {.experts = experts,
+          .N = N,
+          .K = K,
+          .stride_expert = strips * blocks * kBlockBytes,
+          .stride_scales = groups * N,
+          .first = {.format = format,
                     .data = packed.data_ptr(),
                     .scales = scales.data_ptr(),
-                    .group = checked_int32(group, "weight.group")};
+                    .group = checked_int32(group, "weight.group")}};
+}
+
+template <class Backend>
+Tensor grouped_int4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
+                           const OptionalTensor& zeros, const Tensor& offsets, std::int64_t N,
+                           std::int64_t K, std::int64_t group, const OptionalTensor& rows,
+                           const OptionalTensor& bias, const std::string& activation,
+                           bool batch_invariant) {
+  const Backend on(x, "x");
+  check(group > 0 && (group % 32 == 0 || group >= K),
+        "weight.group: expected a multiple of 32, or K = ", K, ", got ", group);
+  GroupedWeight weight =
+      packed_experts<Backend>(x, packed, scales, WeightFormat::kInt4, N, K, group, activation);
   if (zeros) {
     Expect(*zeros, "weight.zeros").dtype(DType::kUInt8).on_device_of(x, "x").contiguous();
-    Expect(*zeros, "weight.zeros").shape({experts, groups, N});
-    weight.zeros = static_cast<const std::uint8_t*>(zeros->data_ptr());
+    Expect(*zeros, "weight.zeros").shape({weight.experts, ceil_div(K, group), N});
+    weight.first.zeros = static_cast<const std::uint8_t*>(zeros->data_ptr());
   }
-  constexpr std::int64_t kBlockBytes = Int4Layout::kWords * 4;
-  GroupedGemmParams params = grouped_params(x, dtype, {},
-                                            {.experts = experts,
-                                             .N = N,
-                                             .K = K,
-                                             .stride_expert = strips * blocks * kBlockBytes,
-                                             .stride_scales = groups * N,
-                                             .first = weight},
-                                            {offsets, rows, bias, activation, batch_invariant});
+  GroupedGemmParams params =
+      grouped_params(x, dtype_of(scales, "weight.scales"), {}, weight,
+                     {offsets, rows, bias, activation, batch_invariant});
+  return run_grouped(on, x, params);
+}
+
+template <class Backend>
+Tensor grouped_fp4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
+                          const Tensor& offsets, std::int64_t N, std::int64_t K,
+                          const OptionalTensor& rows, const OptionalTensor& bias,
+                          const std::string& activation, bool batch_invariant) {
+  const Backend on(x, "x");
+  // Float16 lacks most powers of two that scales are.
+  if constexpr (Backend::kIsCuda) Expect(scales, "weight.scales").dtype(DType::kBFloat16);
+  const GroupedWeight weight =
+      packed_experts<Backend>(x, packed, scales, WeightFormat::kFp4, N, K, kFp4Group, activation);
+  GroupedGemmParams params =
+      grouped_params(x, dtype_of(scales, "weight.scales"), {}, weight,
+                     {offsets, rows, bias, activation, batch_invariant});
   return run_grouped(on, x, params);
 }
 
@@ -291,6 +314,7 @@ void register_grouped_gemm(torch::stable::detail::StableLibrary& m) {
   m.impl("grouped_fp8_linear", TORCH_BOX(&grouped_fp8_linear<Backend>));
   m.impl("grouped_fp8_linear_quant", TORCH_BOX(&grouped_fp8_linear_quant<Backend>));
   m.impl("grouped_int4_linear", TORCH_BOX(&grouped_int4_linear<Backend>));
+  m.impl("grouped_fp4_linear", TORCH_BOX(&grouped_fp4_linear<Backend>));
 }
 
 }  // namespace ridgeline::bindings

@@ -103,6 +103,9 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "int N, int K, int group, Tensor? rows, Tensor? bias, str activation, bool batch_invariant) "
       "-> Tensor");
   m.def(
+      "grouped_fp4_linear(Tensor x, Tensor packed, Tensor scales, Tensor offsets, int N, int K, "
+      "Tensor? rows, Tensor? bias, str activation, bool batch_invariant) -> Tensor");
+  m.def(
       "route_experts(Tensor logits, int per_token, bool normalized) "
       "-> (Tensor, Tensor, Tensor, Tensor)");
   m.def("order_experts(Tensor chosen, int experts) -> (Tensor, Tensor, Tensor)");

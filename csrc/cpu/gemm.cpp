@@ -136,8 +136,8 @@ void scale_blocks(const GemmParams& params, const Tile& tile) {
   }
 }
 
-/// The scales and zero points of sixteen rows.
-struct Int4Group {
+/// The scales and zero points of sixteen rows of four-bit weights.
+struct PackedGroup {
   float scale[kTileRows];
   float zero[kTileRows];
 
@@ -156,29 +156,34 @@ struct Int4Group {
 
 /// Sixteen columns of rows r and r + 8 from the four words of the lanes that hold them. Each word
 /// stands twice, for its nibbles i and i + 4, in the order of eight columns.
-template <class T>
-void expand_fragment(const std::uint32_t* words, const Int4Group& group, int r, float* out) {
+template <WeightFormat kFormat, class T>
+void expand_fragment(const std::uint32_t* words, const PackedGroup& group, int r, float* out) {
   const std::uint32_t a = words[0], b = words[4], c = words[8], d = words[12];
   const WordLanes words_twice = {a, a, b, b, c, c, d, d};
   const WordLanes lanes = words_twice >> WordLanes{0, 16, 0, 16, 0, 16, 0, 16};
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const int row = r + 8 * (i % 2);
-    // Signed, because that conversion to float is one instruction and the unsigned one is not.
-    const IntLanes nibbles = (IntLanes)((lanes >> (4 * i)) & 15u);
-    const FloatLanes q = __builtin_convertvector(nibbles, FloatLanes);
-    const FloatLanes values = (q - group.zero[row]) * group.scale[row];
+    const WordLanes codes = (lanes >> (4 * i)) & 15u;
+    FloatLanes values;
+    if constexpr (kFormat == WeightFormat::kFp4) {
+      values = e2m1_lanes(codes);
+    } else {
+      // Signed, because that conversion to float is one instruction and the unsigned one is not.
+      values = __builtin_convertvector((IntLanes)codes, FloatLanes) - group.zero[row];
+    }
+    values *= group.scale[row];
     store_lanes(out + 8 * (i % 2) * kTileCols + 8 * (i / 2), round_lanes<T>(values));
   }
 }
 
-template <class T>
-void expand_int4(const GemmParams& params, const Tile& tile) {
+template <WeightFormat kFormat, class T>
+void expand_packed(const GemmParams& params, const Tile& tile) {
   const std::int64_t blocks = ceil_div(params.K, Int4Layout::kCols);
   const auto* packed = static_cast<const std::uint32_t*>(params.weight.data) +
                        (tile.row0 / kTileRows * blocks + tile.col0 / Int4Layout::kCols) *
                            Int4Layout::kWords;
-  Int4Group group{};
+  PackedGroup group{};
   int loaded = -1;
   for (int col = 0; col < tile.cols; col += 16) {
     const int wanted = std::min(tile.col0 + col, params.K - 1) / params.weight.group;
@@ -187,7 +192,7 @@ void expand_int4(const GemmParams& params, const Tile& tile) {
     const std::uint32_t* fragment =
         packed + col / Int4Layout::kCols * Int4Layout::kWords + col % Int4Layout::kCols / 16;
     for (int r = 0; r < kTileRows / 2; ++r)
-      expand_fragment<T>(fragment + r * 16, group, r, tile.row(r) + col);
+      expand_fragment<kFormat, T>(fragment + r * 16, group, r, tile.row(r) + col);
   }
 }
 
@@ -206,7 +211,11 @@ void expand_tile(const GemmParams& params, const Tile& tile) {
       });
     case WeightFormat::kInt4:
       return dispatch_float(params.dtype, [&](auto type) {
-        expand_int4<typename decltype(type)::type>(params, tile);
+        expand_packed<WeightFormat::kInt4, typename decltype(type)::type>(params, tile);
+      });
+    case WeightFormat::kFp4:
+      return dispatch_float(params.dtype, [&](auto type) {
+        expand_packed<WeightFormat::kFp4, typename decltype(type)::type>(params, tile);
       });
   }
 }

@@ -27,6 +27,17 @@ inline float sum_lanes(FloatLanes v) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
+/// The floats of 4-bit codes: a sign, two bits of exponent, one of mantissa.
+inline FloatLanes e2m1_lanes(WordLanes codes) {
+  const IntLanes magnitude = (IntLanes)(codes & 7u);
+  const FloatLanes halves = __builtin_convertvector(magnitude, FloatLanes) * 0.5f;
+  // Exponents from 1 on are those of float32 less its bias; those of 0 have no leading one.
+  const WordLanes normal = ((WordLanes)magnitude << 22) + (126u << 23);
+  const WordLanes is_small = (WordLanes)(magnitude < 2);
+  const WordLanes words = (is_small & (WordLanes)halves) | (~is_small & normal);
+  return (FloatLanes)(words | ((codes & 8u) << 28));
+}
+
 /// Each value rounded to T and back.
 template <class T>
 FloatLanes round_lanes(FloatLanes lanes) {

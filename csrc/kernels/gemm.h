@@ -15,7 +15,15 @@ enum class WeightFormat : std::uint8_t {
   kInt4,   // Int4Layout below
   kFp8,    // [N, K] e4m3
   kInt8,   // [N, K] int8, of an int8 x alone: sums are exact in int32
+  kFp4,    // Int4Layout, of e2m1: kFp4Group columns have a power of two; experts alone
 };
+
+constexpr int kFp4Group = 32;
+
+/// Whether weights lie in Int4Layout.
+constexpr bool has_nibbles(WeightFormat format) {
+  return format == WeightFormat::kInt4 || format == WeightFormat::kFp4;
+}
 
 /// Where products of int8 are summed in int32, -128 by -128 fits so many times.
 constexpr std::int64_t kMostColumnsOfInt8 = 131071;
@@ -49,10 +57,10 @@ struct GemmWeight {
   WeightFormat format = WeightFormat::kDense;
   const void* data = nullptr;
   std::int64_t stride_row = 0;                // elements; unused by kInt4
-  const void* scales = nullptr;               // kInt4: [groups, N] as the output; else float32
+  const void* scales = nullptr;         // kInt4, kFp4: [groups, N] as the output; else float32
   ScaleLayout scale_layout = ScaleLayout::kTensor;  // of kFp8 and kInt8
   const std::uint8_t* zeros = nullptr;        // kInt4: [groups, N], or null: 8
-  std::int32_t group = 0;                     // kInt4: columns a scale covers: 32 i, or K
+  std::int32_t group = 0;  // columns a scale covers: of kInt4 32 i, or K; of kFp4 kFp4Group
 
   /// Whether products are multiplied by a scale of their weight row, or of all.
   constexpr bool scales_products() const {

@@ -26,7 +26,7 @@ constexpr int kChunks = kRowBytes / 16;
 
 /// Of a strip's block. int4: two halves of 16 scales, then of 16 zero points; fp8: one float32.
 template <WeightFormat kFormat>
-constexpr int kScaleBytes = kFormat == WeightFormat::kInt4 ? 96 : 16;
+constexpr int kScaleBytes = has_nibbles(kFormat) ? 96 : 16;
 
 struct Lane {
   int index, quad, in_quad;  // g = index / 4, t = index % 4
@@ -37,8 +37,8 @@ template <WeightFormat kFormat>
 struct Layout {
   static constexpr bool kDense =
       kFormat == WeightFormat::kDense || kFormat == WeightFormat::kInt8;
-  static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
-  static constexpr int kWeightBytes = kStripRows * (kDense ? 128 : kInt4 ? 32 : 64);
+  static constexpr bool kNibbles = has_nibbles(kFormat);
+  static constexpr int kWeightBytes = kStripRows * (kDense ? 128 : kNibbles ? 32 : 64);
 
   /// Where a row's 16-byte chunk lies, so that the chunks that eight lanes read together are in
   /// eight different bank groups: rows 2 i and 2 i + 1 differ in the bit that a format's lanes of
@@ -70,7 +70,7 @@ template <class T, WeightFormat kFormat>
 __device__ void copy_strip(char* to, const GemmParams& p, std::int64_t n0, int block, int lane) {
   using L = Layout<kFormat>;
   const char* weight = static_cast<const char*>(p.weight.data);
-  if constexpr (L::kInt4) {
+  if constexpr (L::kNibbles) {
     const std::int64_t blocks = ceil_div(p.K, kBlockCols);
     const char* from = weight + (n0 / kStripRows * blocks + block) * L::kWeightBytes + lane * 16;
     const bool inside = n0 < p.N;
@@ -94,7 +94,7 @@ __device__ void copy_strip(char* to, const GemmParams& p, std::int64_t n0, int b
 /// a 16-bit float a row each, then the zero points, a byte each. fp8: the float32 of its 128 x 128.
 template <class T, WeightFormat kFormat>
 __device__ void copy_scales(char* to, const GemmParams& p, std::int64_t n0, int block, int lane) {
-  if constexpr (kFormat == WeightFormat::kInt4) {
+  if constexpr (has_nibbles(kFormat)) {
     const int half = lane / 16, row = lane % 16;
     const int column = min(block * kBlockCols + half * 32, p.K - 1);
     const std::int64_t at = static_cast<std::int64_t>(column / p.weight.group) * p.N + n0;
@@ -133,7 +133,7 @@ struct XFragment {
 
   __device__ void load(const char* x, int half, Lane lane) {
     using L = Layout<kFormat>;
-    if constexpr (L::kInt4) {
+    if constexpr (L::kNibbles) {
       load_matrices(x, half, lane);
     } else {
       const int chunk = L::kDense ? 4 * half + lane.in_quad : 2 * lane.in_quad + half;
@@ -183,10 +183,10 @@ struct StripFragment {
     using L = Layout<kFormat>;
     if (!L::kDense && half != 0) return;  // the first load took the whole block
 #pragma unroll
-    for (int tile = 0; tile < (L::kInt4 ? 1 : 2); ++tile) {
+    for (int tile = 0; tile < (L::kNibbles ? 1 : 2); ++tile) {
       const int row = lane.quad + 8 * tile;
       const char* from =
-          L::kInt4    ? strip + lane.index * 16
+          L::kNibbles    ? strip + lane.index * 16
           : L::kDense ? strip + row * kRowBytes + L::chunk_at(row, 4 * half + lane.in_quad) * 16
                       : strip + row * kBlockCols + lane.in_quad * 16;
       const uint4 v = *reinterpret_cast<const uint4*>(from);
@@ -213,10 +213,16 @@ struct StripFragment {
     } else {
       const int row = half * 16 + lane.quad + 8 * tile;
       const T scale = reinterpret_cast<const T*>(scales)[row];
+      const std::uint32_t word = words[0][2 * half + j];
+      if constexpr (kFormat == WeightFormat::kFp4) {
+        const auto factor = device::fp4_factor(scale);
+        b[0] = device::expand_fp4(word, tile, factor);
+        b[1] = device::expand_fp4(word, tile + 2, factor);
+        return;
+      }
       const std::uint32_t zero =
           has_zeros ? static_cast<std::uint8_t>(scales[64 + row]) : Int4Layout::kSymmetricZero;
       const device::Pair<T> pair{scale, scale}, base = device::int4_zero<T>(zero);
-      const std::uint32_t word = words[0][2 * half + j];
       b[0] = device::expand_int4<T>(word, tile, base, pair);
       b[1] = device::expand_int4<T>(word, tile + 2, base, pair);
     }

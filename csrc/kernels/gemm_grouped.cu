@@ -308,6 +308,10 @@ void launch_format(const GroupedGemmParams& params, const Choice& choice, Stream
     case WeightFormat::kDense: return launch_rows<T>(params, choice, stream);
     case WeightFormat::kInt4: return launch<T, WeightFormat::kInt4, 2, 8>(params, stream);
     case WeightFormat::kFp8: return launch<T, WeightFormat::kFp8, 2, 8>(params, stream);
+    case WeightFormat::kFp4:
+      if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        return launch<T, WeightFormat::kFp4, 2, 8>(params, stream);
+      break;
     case WeightFormat::kInt8: break;  // no op has experts of it
   }
 }

@@ -33,12 +33,12 @@ constexpr std::int64_t kFewestTermRows = 4, kMostTermRows = 160;
 /// Whether Hopper's kernels multiply these shapes. No function of the rows: a row's bits do not
 /// depend on their number.
 constexpr bool runs_on_wgmma(const Shape& shape) {
-  const bool int4 = shape.format == WeightFormat::kInt4;
+  const bool nibbles = has_nibbles(shape.format);
   const bool fused =
       shape.activation == Activation::kNone || shape.activation == Activation::kSiluMul;
   return shape.sm90a && fused && shape.dtype != DType::kFloat32 && shape.K > 0 &&
-         shape.experts > 0 && shape.x_rows > 0 && shape.N % (int4 ? 32 : 16) == 0 &&
-         !(int4 && shape.x_dtype == DType::kFloat8E4M3) &&
+         shape.experts > 0 && shape.x_rows > 0 && shape.N % (nibbles ? 32 : 16) == 0 &&
+         !(nibbles && shape.x_dtype == DType::kFloat8E4M3) &&
          shape.K * static_cast<std::int64_t>(size_of(shape.x_dtype)) % 16 == 0 &&
          shape.x_aligned && shape.weight_aligned;
 }
@@ -60,15 +60,15 @@ constexpr bool expands_x(const Shape& shape) {
 }
 
 constexpr bool has_few_rows(const Shape& shape) {
-  return shape.format != WeightFormat::kInt4 && shape.segments == 1 &&
+  return !has_nibbles(shape.format) && shape.segments == 1 &&
          mean_rows(shape) <= kFewRows;
 }
 
-/// Whether tiles are of some rows. Those of int4 are multiplied in another order than many.
+/// Whether tiles are of some rows. Those of 4 bits are multiplied in another order than many.
 constexpr bool has_some_rows(const Shape& shape) {
   const std::int64_t mean = mean_rows(shape);
   if (mean > kMostSomeRows) return false;
-  if (shape.format == WeightFormat::kInt4) return !shape.batch_invariant;
+  if (has_nibbles(shape.format)) return !shape.batch_invariant;
   return expands(shape.format, shape.x_dtype == DType::kFloat8E4M3) && mean > kFewRows;
 }
 
@@ -188,7 +188,8 @@ constexpr Choice tiles_of(const Shape& shape, Path path, int most, int together,
 /// Tiles of as many rows as nearly all experts have, where rows are dealt at random.
 inline Choice tiles_of_some(const Shape& shape) {
   const float most = rows_of_nearly_all(shape);
-  const bool int4 = shape.format == WeightFormat::kInt4, whole = int4 && has_whole_groups(shape);
+  const bool int4 = has_nibbles(shape.format);
+  const bool whole = shape.format == WeightFormat::kInt4 && has_whole_groups(shape);
   int rows = most <= 64 ? 64 : 80;
   std::optional<Int4As> as;
   if (whole && most <= 32) {

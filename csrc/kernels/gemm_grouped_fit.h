@@ -14,7 +14,7 @@ inline Shape shape_of(const GroupedGemmParams& params, bool sm90a, std::int32_t 
   const bool x_strides = params.x_rows <= 1 || p.x.stride_row > 0;
   const std::int64_t weight_bytes = weight.format == WeightFormat::kFp8 ? 1 : 2;
   const bool rows_or_scales =
-      weight.format == WeightFormat::kInt4
+      has_nibbles(weight.format)
           ? is_aligned(weight.scales, 0) && is_aligned(weight.zeros, 0)
           : is_aligned(weight.data, weight.stride_row * weight_bytes);
   return {.M = p.M,

@@ -19,7 +19,7 @@ __device__ __forceinline__ GemmParams of_expert(const GroupedGemmParams& params,
   GemmParams p = params.gemm;
   const std::int64_t scales = expert * params.stride_scales;
   p.weight.data = static_cast<const char*>(p.weight.data) + expert * params.stride_expert;
-  p.weight.scales = p.weight.format == WeightFormat::kInt4
+  p.weight.scales = has_nibbles(p.weight.format)
                         ? static_cast<const void*>(static_cast<const T*>(p.weight.scales) + scales)
                         : static_cast<const float*>(p.weight.scales) + scales;
   if (p.weight.zeros) p.weight.zeros += scales;

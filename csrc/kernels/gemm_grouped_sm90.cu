@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   }
   if (threadIdx.x == Tile::kThreads - 1) {
     ptx::prefetch_tensor_map(&launch.weight);
-    if (Tile::kInt4) ptx::prefetch_tensor_map(&launch.scales);
+    if (Tile::kNibbles) ptx::prefetch_tensor_map(&launch.scales);
     if (launch.in_order) ptx::prefetch_tensor_map(&launch.x);
   }
   __syncthreads();               // the barriers are made
@@ -123,7 +123,7 @@ void launch_tiles(const GroupedGemmParams& params, const Choice& choice, Stream 
                 .columns = ceil_div(p.N, Tile::kCols),
                 .steps = ceil_div(p.K, Tile::kDepth),
                 .row_tile = choice.tile_rows};
-  if (Tile::kSome && Tile::kExpands && !Tile::kInt4) launch.steps = round_up(launch.steps, 2);
+  if (Tile::kSome && Tile::kExpands && !Tile::kNibbles) launch.steps = round_up(launch.steps, 2);
   const void* x = p.x.data;
   std::int64_t x_rows = params.x_rows, x_stride = p.x.stride_row;
   if (choice.claimed) {
@@ -154,7 +154,7 @@ void launch_tiles(const GroupedGemmParams& params, const Choice& choice, Stream 
   }
   launch.gathered |= Tile::kTerms;  // the kernel that splits rows has waited
   launch.in_order = params.rows == nullptr || x == p.workspace;
-  if constexpr (Tile::kInt4) add_scales<Tile>(launch);
+  if constexpr (Tile::kNibbles) add_scales<Tile>(launch);
   const std::int64_t blocks = shape_ring<Tile>(launch);
   launch.joined = Tile::kLaidOut || (Tile::kBoxes > 1 && p.K % Tile::kBoxDepth == 0);
   const int box_rows = box_rows_of<Tile>(launch.row_tile);
@@ -183,7 +183,7 @@ void launch_tiles(const GroupedGemmParams& params, const Choice& choice, Stream 
 
 template <class T, WeightFormat kFormat, int kRows, Int4As kAs, bool kBlocks = false>
 void launch_some_of(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
-  if constexpr (kFormat == WeightFormat::kInt4)
+  if constexpr (has_nibbles(kFormat))
     if (is_gated(params.gemm.activation))
       return launch_tiles<Tile<T, T, kFormat, 4, kRows, Way{kAs, true}>>(params, choice, stream);
   launch_tiles<Tile<T, T, kFormat, 4, kRows, Way{kAs, false}, kBlocks>>(params, choice, stream);
@@ -205,17 +205,22 @@ template <class T, WeightFormat kFormat, bool kBlocks>
 void launch_some(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   using enum Int4As;
   const int rows = choice.most_rows;
-  if constexpr (kFormat == WeightFormat::kInt4) {
-    if (choice.as == kAny)
+  if constexpr (has_nibbles(kFormat)) {
+    if (kFormat == WeightFormat::kFp4 || choice.as == kAny)
       return rows == 32 ? launch_some_of<T, kFormat, 32, kAny>(params, choice, stream)
                         : launch_some_of<T, kFormat, 64, kAny>(params, choice, stream);
+  }
+  if constexpr (kFormat == WeightFormat::kInt4) {
     if (rows == 16) return launch_groups<T, 16>(params, choice, stream);
     if (rows == 24) return launch_groups<T, 24>(params, choice, stream);
     if (rows == 32) return launch_groups<T, 32>(params, choice, stream);
     if (rows == 48) return launch_some_of<T, kFormat, 48, kScaled>(params, choice, stream);
   }
-  if (rows == 64) return launch_some_of<T, kFormat, 64, kScaled, kBlocks>(params, choice, stream);
-  launch_some_of<T, kFormat, 80, kScaled, kBlocks>(params, choice, stream);
+  if constexpr (kFormat != WeightFormat::kFp4) {
+    if (rows == 64)
+      return launch_some_of<T, kFormat, 64, kScaled, kBlocks>(params, choice, stream);
+    launch_some_of<T, kFormat, 80, kScaled, kBlocks>(params, choice, stream);
+  }
 }
 
 template <class T, class X, WeightFormat kFormat, bool kBlocks = false>
@@ -223,7 +228,7 @@ void launch_x(const GroupedGemmParams& params, const Choice& choice, Stream stre
   if constexpr (expands<X>(kFormat))
     if (choice.path == Path::kSome)
       return launch_some<T, kFormat, kBlocks>(params, choice, stream);
-  if constexpr (kFormat != WeightFormat::kInt4)
+  if constexpr (!has_nibbles(kFormat))
     if (choice.path == Path::kFew) {
       constexpr int kGroups = few_cols(kFormat, sizeof(X) == 1) / kWarpgroupRows;
       return launch_tiles<Tile<T, X, kFormat, kGroups, 32, Way{}, kBlocks>>(params, choice,
@@ -296,6 +301,10 @@ void launch_format(const GroupedGemmParams& params, const Choice& choice, Stream
       if (params.gemm.weight.scale_layout == ScaleLayout::kBlock)
         return launch_x<T, T, WeightFormat::kFp8, true>(params, choice, stream);
       return launch_x<T, T, WeightFormat::kFp8>(params, choice, stream);
+    case WeightFormat::kFp4:
+      if constexpr (std::is_same_v<T, __nv_bfloat16>)
+        return launch_x<T, T, WeightFormat::kFp4>(params, choice, stream);
+      break;
     case WeightFormat::kInt8: break;  // no op has experts of it
   }
 }

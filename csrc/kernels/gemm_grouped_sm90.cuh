@@ -45,7 +45,8 @@ struct Tile {
   using X = X_;
   static constexpr bool kFp8X = sizeof(X) == 1;
   static constexpr WeightFormat kFormat = kFormat_;
-  static constexpr bool kInt4 = kFormat == WeightFormat::kInt4;
+  static constexpr bool kFp4 = kFormat == WeightFormat::kFp4;
+  static constexpr bool kNibbles = has_nibbles(kFormat);
   static constexpr bool kExpands = expands<X>(kFormat);
   static constexpr Way kWay = kWay_;
   static constexpr bool kBlocks = kBlocks_;
@@ -72,12 +73,12 @@ struct Tile {
   // 50 of a warp's 166 instructions for 128 columns were a stage's, which are half as many so.
   // H200, lab, us, of two and of four: 16 and 64 tokens of 4096 x 28672 139, 158 and 130, 151, of
   // 14336 x 4096 80.2, 98.7 and 74.3, 94.5.
-  static constexpr int kBoxes = !kInt4 || !kSome                  ? 1
+  static constexpr int kBoxes = !kNibbles || !kSome               ? 1
                                 : kWay.as == Int4As::kDifferences ||
                                           kWay.as == Int4As::kMasked
                                     ? 4
                                     : 2;
-  static constexpr bool kMasked = kInt4 && kSome && kWay.as == Int4As::kMasked;
+  static constexpr bool kMasked = kNibbles && kSome && kWay.as == Int4As::kMasked;
   static constexpr bool kTerms = kSome && kFp8X;
   // Whether a kernel ahead has laid rows of x out as stages take them, box beside box.
   static constexpr bool kLaidOut = kMasked || kTerms;
@@ -95,11 +96,11 @@ struct Tile {
   // Threads that request a stage where no row is copied: one, or one the weight and its scales and
   // one x. Where lane 0 requested the weight and box after box of x, and another the scales, int4
   // by 128 tokens of 4096 x 28672 took 206 us, of 14336 x 4096 95.6, so 172 and 80.4 (H200, lab).
-  static constexpr int kAskers = kInt4 || kSome ? 2 : 1;
+  static constexpr int kAskers = kNibbles || kSome ? 2 : 1;
   // Whether who requests finds the next tile, and looks for its rows, ahead. H200, lab, by turns,
   // us, 8192 tokens, fp8 by fp8: 2048 x 1536 424 and 419, 768 x 2048 287 and 281, 4096 x 28672 3017
   // and 2958, 14336 x 4096 1561 and 1531.
-  static constexpr bool kFindsAhead = kInOrder && (kInt4 || kFp8X);
+  static constexpr bool kFindsAhead = kInOrder && (kNibbles || kFp8X);
   // Whether, behind a kernel that puts rows in order, only those who request x wait for it.
   static constexpr bool kStartsEarly = kAskers == 2;
   // Arrivals that fill a stage.
@@ -112,13 +113,14 @@ struct Tile {
   static constexpr int kFewRegisters = kSome ? 32 : kBlocksPerSm == 2 ? 48 : 40;
   static constexpr int kManyRegisters = kSome ? 112 : kBlocksPerSm == 2 ? 96 : 232;
   static constexpr int kWeightBytes =
-      kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kInt4 ? 4 : 2);
+      kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kNibbles ? 4 : 2);
   // Whether those who request find their first tile by themselves: expansion has no registers left,
   // and of many rows bf16 took 554 us for 510 so (H200, 256 tokens, 8 experts of 4096 x 28672).
   static constexpr bool kPlansAhead = kRows <= 32 && !kSome && !kExpands;
   static constexpr float kUnit = kMasked          ? device::kInt4MaskedUnit  // of the sums
-                                 : kInt4 && kSome ? device::kInt4Unit<T>
-                                                  : 1.0f;
+                                 : kFormat == WeightFormat::kInt4 && kSome
+                                     ? device::kInt4Unit<T>
+                                     : 1.0f;
   static constexpr int kWordsEach = kBoxes == 4 ? 2 : 1;  // int4: of 256 elements a box has
   static constexpr int kScaleBytes = 4 * kCols;  // of a set of int4, whole powers of two
 };
@@ -131,7 +133,7 @@ constexpr int kStagesOfTwo = 8;  // of each of two blocks on an SM, in rings tha
 template <class Tile>
 constexpr int stage_bytes_of(int rows, int sets) {
   return round_up(Tile::kBoxesOfX * rows * kRowBytes + Tile::kWeightBytes +
-                      (Tile::kInt4 ? sets * Tile::kScaleBytes : 0),
+                      (Tile::kNibbles ? sets * Tile::kScaleBytes : 0),
                   1024);
 }
 

@@ -74,8 +74,8 @@ struct Weights {
   const Launch& launch;
   Consumer me;
   std::conditional_t<Tile::kBlocks, ScalesAhead, NoScales> blocks;
-  std::uint32_t words[2][kSteps];          // int4
-  device::Pair<T> scale[2], zero[2];       // int4
+  std::uint32_t words[2][kSteps];     // of 4 bits
+  device::Pair<T> scale[2], zero[2];  // of 4 bits
 
   __device__ __forceinline__ Weights(const Launch& launch, Shared<Tile>& shared, const Item& item,
                                      const Consumer& me)
@@ -100,6 +100,10 @@ struct Weights {
     for (int r = 0; r < 2; ++r) {
       const int c = gated ? row / 2 + me.quad + r * (Tile::kCols / 2) : row + me.quad + r * 8;
       const T value = scales.of[c];
+      if constexpr (Tile::kFp4) {
+        scale[r] = device::fp4_factor(value);
+        continue;
+      }
       scale[r] = device::Pair<T>{value, value};
       zero[r] = device::int4_zero<T>(launch.grouped.gemm.weight.zeros ? scales.zeros[c]
                                                     : Int4Layout::kSymmetricZero);
@@ -112,7 +116,7 @@ struct Weights {
       static_assert(ScalesAhead::kStages * Tile::kDepth == kScaleBlock);
       blocks.advance(launch.grouped.gemm);
     }
-    if constexpr (Tile::kInt4) {
+    if constexpr (Tile::kNibbles) {
       const bool gated = is_gated(launch.grouped.gemm.activation);
       const int strip = me.warpgroup * 4 + me.warp;
       const auto* strips = reinterpret_cast<const uint4*>(weight_of(stage)) + me.lane;
@@ -132,11 +136,17 @@ struct Weights {
   /// Columns [16 step, 16 step + 16) of the stage.
   __device__ __forceinline__ void expand(Fragment& to, int stage, int step) {
     const int first = me.warpgroup * kWarpgroupRows + me.warp * 16;
-    if constexpr (Tile::kInt4) {
+    if constexpr (Tile::kNibbles) {
       if (step == kSteps / 2 && launch.groups == 2) load_scales(stage, 1);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        to[i] = device::expand_int4<T>(words[i % 2][step], i / 2 * 2, zero[i % 2], scale[i % 2]);
+      for (int i = 0; i < 4; ++i) {
+        const std::uint32_t word = words[i % 2][step];
+        if constexpr (Tile::kFp4) {
+          to[i] = device::expand_fp4(word, i / 2 * 2, scale[i % 2]);
+        } else {
+          to[i] = device::expand_int4<T>(word, i / 2 * 2, zero[i % 2], scale[i % 2]);
+        }
+      }
     } else {
       // Rows of 64 bytes with the swizzle of their size: chunks of 16 move by row / 2.
 #pragma unroll

@@ -5,7 +5,7 @@
 #include "device/ptx/wgmma_registers_few.cuh"
 #include "kernels/gemm_grouped_sm90_expand.cuh"
 
-/// How int4 meets some rows of x: a stage has 128 or 256 columns of K, in boxes of 64.
+/// How weights of 4 bits meet some rows of x: a stage has 128 or 256 columns of K, in boxes of 64.
 namespace ridgeline::gemm_grouped {
 
 // ---- Operands -----------------------------------------------------------------------------------
@@ -56,19 +56,25 @@ struct Int4Lane {
     return stage.scales(set).zeros[columns + r * (Tile::kWay.gated ? Tile::kCols / 2 : 8)];
   }
 
-  template <bool kZeros>
-  __device__ __forceinline__ device::Int4Rows<T, kZeros> rows_of(const Stage<Tile>& stage,
-                                                                 int set) const {
-    device::Int4Rows<T, kZeros> rows;
+  static constexpr bool kAny = Tile::kWay.as == Int4As::kAny;
+  using Rows = std::conditional_t<Tile::kFp4, device::Fp4Rows, device::Int4Rows<T, kAny>>;
+
+  __device__ __forceinline__ Rows rows_of(const Stage<Tile>& stage, int set) const {
+    Rows rows;
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
-      rows.set(r, scale_of(stage, set, r), zero_of(stage, set, r), is_high(r));
+    for (int r = 0; r < 2; ++r) {
+      if constexpr (Tile::kFp4) {
+        rows.set(r, scale_of(stage, set, r));
+      } else {
+        rows.set(r, scale_of(stage, set, r), zero_of(stage, set, r), is_high(r));
+      }
+    }
     return rows;
   }
 
   /// Steps [kBegin, kEnd) of a box as operands.
-  template <int kBegin = 0, int kEnd = kSteps, class Rows>
-  __device__ __forceinline__ void expand(const Words& words, const Rows& rows,
+  template <int kBegin = 0, int kEnd = kSteps, class Values>
+  __device__ __forceinline__ void expand(const Words& words, const Values& values,
                                          BoxFragments& to) const {
 #pragma unroll
     for (int step = kBegin; step < kEnd; ++step)
@@ -77,7 +83,7 @@ struct Int4Lane {
         const uint4& of = words.of[Tile::kWay.gated ? i % 2 : 0];
         const std::uint32_t word =
             step == 0 ? of.x : step == 1 ? of.y : step == 2 ? of.z : of.w;
-        to[step][i] = rows.expand(word, i, is_high(i % 2));
+        to[step][i] = values.expand(word, i, is_high(i % 2));
       }
   }
 };
@@ -213,21 +219,21 @@ __device__ __forceinline__ void multiply_scaled(const StageWalk<Tile>& walk,
                                                 float (&sums)[Tile::kRows / 8][4]) {
   using T = typename Tile::T;
   constexpr int kN = Tile::kRows;
-  constexpr bool kZeros = Tile::kWay.as == Int4As::kAny;
+  constexpr bool kAny = Int4Lane<Tile>::kAny;
   const int per_box = walk.launch.groups == 1 ? 0 : 2, per_half = per_box / 2;
   BoxFragments a[2];
   int last = -1;  // stage whose product still runs
 #pragma unroll 1
   for (int k = 0; k < walk.launch.steps; ++k) {
     const Stage<Tile> stage = walk.wait();
-    device::Int4Rows<T, kZeros> rows;
+    typename Int4Lane<Tile>::Rows rows;
 #pragma unroll
     for (int box = 0; box < Tile::kBoxes; ++box) {
       const auto words = int4.load(stage, box);
-      if (!kZeros && box % 2 == 0) rows = int4.template rows_of<kZeros>(stage, box / 2);
-      if (kZeros) rows = int4.template rows_of<kZeros>(stage, box * per_box);
+      if (!kAny && box % 2 == 0) rows = int4.rows_of(stage, box / 2);
+      if (kAny) rows = int4.rows_of(stage, box * per_box);
       int4.template expand<0, kSteps / 2>(words, rows, a[box % 2]);
-      if (kZeros) rows = int4.template rows_of<kZeros>(stage, box * per_box + per_half);
+      if (kAny) rows = int4.rows_of(stage, box * per_box + per_half);
       int4.template expand<kSteps / 2, kSteps>(words, rows, a[box % 2]);
       multiply_box<T, kN>(sums, a[box % 2], stage.x(box), true);
       ptx::wgmma_wait<1>();

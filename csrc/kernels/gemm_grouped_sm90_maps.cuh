@@ -14,7 +14,7 @@ CUtensorMap weight_map(const GroupedGemmParams& params) {
   CUresult result;
   const auto u64 = [](auto v) { return static_cast<cuuint64_t>(v); };
   const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
-  if constexpr (Tile::kInt4) {
+  if constexpr (Tile::kNibbles) {
     const std::int64_t words = std::int64_t{ceil_div(p.K, Int4Layout::kCols)} * Int4Layout::kWords;
     const std::int64_t strip = words * 4, strips = ceil_div(p.N, 16);
     constexpr int kEach = Tile::kWordsEach;

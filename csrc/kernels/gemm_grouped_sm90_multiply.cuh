@@ -284,7 +284,7 @@ __device__ __forceinline__ void multiply_rows(const Launch& launch, Shared<Tile>
                                               const Item& item, const Consumer& me) {
   if constexpr (Tile::kSegments) {
     multiply_segments<Tile>(launch, shared, ring, sums, item, me);
-  } else if constexpr (Tile::kSome && Tile::kInt4) {
+  } else if constexpr (Tile::kSome && Tile::kNibbles) {
     clear<Tile>(sums);
     multiply_int4<Tile>({launch, shared, ring}, sums, me);
   } else if constexpr (Tile::kTerms) {

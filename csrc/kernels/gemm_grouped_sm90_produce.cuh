@@ -29,9 +29,9 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
   int bytes = taller ? launch.row_tile * kRowBytes
                      : boxes * Tile::kBoxesOfX * box_rows * kRowBytes;
   if (kWeight) bytes += Tile::kWeightBytes;
-  if (kWeight && Tile::kInt4) bytes += launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2);
+  if (kWeight && Tile::kNibbles) bytes += launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2);
   ptx::mbarrier_expect(full, bytes);
-  if constexpr (kWeight && Tile::kInt4) {
+  if constexpr (kWeight && Tile::kNibbles) {
     const int words = k * Tile::kBoxes * Int4Layout::kWords / Tile::kWordsEach;
     const int strips = item.column * (Tile::kCols / 32);
     if constexpr (Tile::kReadsOnce) {

@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_some(const Launch& launch, Shared<Tile>& s
                                            const RowFactors<typename Tile::T>& factors,
                                            const Consumer& me) {
   const bool gated =
-      Tile::kInt4 ? Tile::kWay.gated : is_gated(launch.grouped.gemm.activation);
+      Tile::kNibbles ? Tile::kWay.gated : is_gated(launch.grouped.gemm.activation);
   if (gated) {
     store_warp<Tile, true>(launch, shared, item, sums, x_scale, factors, me);
   } else {

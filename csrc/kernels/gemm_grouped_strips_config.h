@@ -97,7 +97,7 @@ constexpr bool is_for_strips(const Shape& shape) {
   const bool codes_by_blocks =
       shape.x_dtype == DType::kFloat8E4M3 && shape.scale_layout == ScaleLayout::kBlock;
   if (codes_by_blocks && !has_groups(shape)) return false;
-  return shape.format != WeightFormat::kInt4 && !shape.batch_invariant &&
+  return !has_nibbles(shape.format) && !shape.batch_invariant &&
          shape.M <= std::int64_t{most_mean_rows_of_strips(shape)} * shape.experts &&
          shape.N % (gemm_config::kStripRows * (is_gated(shape.activation) ? 2 : 1)) == 0 &&
          strips_bytes(shape, strips_rows(shape)) + kFewStages * kStripsStageBytes <=

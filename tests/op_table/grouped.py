@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -366,4 +367,104 @@ GROUPED_INT4 = OpCase(
     ],
 )  # fmt: skip
 
-CASES = [GROUPED, GROUPED_FP8, GROUPED_FP8_CODED, GROUPED_INT4]
+# ---- fp4: judged against the dequantised values ------------------------------------------------
+
+
+def mxfp4_of(experts: int, N: int, K: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Codes and exponents as files have them, of values of about ``K ** -0.5``: every code occurs,
+    and three exponents. One group of each expert is of zeros, one of which has any exponent."""
+    blocks = torch.randint(0, 256, (experts, N, K // 32, 16), generator=draw, dtype=torch.uint8)
+    middle = 127 - round(math.log2(3 * max(K, 1) ** 0.5))
+    scales = torch.randint(middle - 1, middle + 2, blocks.shape[:3], generator=draw)
+    if blocks.numel():
+        blocks[:, 0, 0], scales[0, 0, 0] = 0x80, 255
+    return blocks, scales.to(torch.uint8)
+
+
+def _fp4_experts(count: int, N: int, K: int) -> Lazy:
+    def make(context: Context) -> ridgeline.ops.Fp4Experts:
+        blocks, scales = (t.to(context.device) for t in mxfp4_of(count, N, K, context.generator))
+        return ridgeline.ops.Fp4Experts.from_mxfp4(blocks, scales, context.dtype)
+
+    return Lazy(make)
+
+
+def _grouped_fp4(
+    x: Tensor, weight: ridgeline.ops.Fp4Experts, offsets: Tensor, **options: Any
+) -> Tensor:
+    options.pop("batch_invariant", None)
+    dense = weight.dequantize().to(device=x.device, dtype=x.dtype)
+    return _grouped(x, dense, offsets, **options)
+
+
+GROUPED_FP4 = OpCase(
+    name="grouped_fp4_linear",
+    op=ridgeline.ops.grouped_fp4_linear,
+    reference=_grouped_fp4,
+    competitor=_grouped_fp4,
+    dtypes=(torch.bfloat16,),  # float16 and float32 on the CPU: test_fp4_weight
+    samples=[
+        Sample("gathered rows, gated, biases", x=normal(40, 128), weight=_fp4_experts(3, 96, 128),
+               offsets=at(0, 70, 71, 150), rows=indices(MIXED), bias=normal(3, 96),
+               activation="silu_mul"),
+        Sample("few rows, K padded, experts without rows", x=normal(5, 96),
+               weight=_fp4_experts(5, 48, 96), offsets=at(0, 0, 2, 2, 5, 5)),
+        Sample("a row of two experts, more strips than blocks", x=normal(2, 4224),
+               weight=_fp4_experts(6, 1600, 4224), offsets=at(0, 0, 1, 1, 1, 2, 2)),
+        Sample("rows of none, gathered, gated, biases", x=normal(4, 4160),
+               weight=_fp4_experts(10, 64, 4160),
+               offsets=at(0, 2, 2, 7, 11, 16, 16, 16, 16, 16, 16),
+               rows=indices(MIXED_FEW), bias=normal(10, 64), activation="silu_mul"),
+        Sample("one expert has the rows of three tiles", x=normal(18, 4128),
+               weight=_fp4_experts(9, 64, 4128),
+               offsets=at(0, 0, 17, 17, 18, 18, 18, 18, 18, 18)),
+        Sample("NaN and inf stay in their rows",
+               x=normal(6, 4224).set((1, 3), float("nan")).set((4, 4200), float("inf")),
+               weight=_fp4_experts(3, 64, 4224), offsets=at(0, 2, 4, 6)),
+        Sample("one token, gathered, biases, gpt-oss's columns", x=normal(1, 2880),
+               weight=_fp4_experts(6, 96, 2880), offsets=at(0, 1, 1, 2, 3, 3, 4),
+               rows=tensor([0, 0, 0, 0], torch.int32), bias=normal(6, 96)),
+        Sample("the same, rows of their own, batch invariant", x=normal(4, 2880),
+               weight=_fp4_experts(6, 96, 2880), offsets=at(0, 1, 1, 2, 3, 3, 4),
+               batch_invariant=True),
+        Sample("up to 8, 16 and 32 rows an expert", x=normal(48, 320),
+               weight=_fp4_experts(4, 160, 320), offsets=at(0, 7, 16, 16, 48)),
+        Sample("16 rows a tile, gathered, rows of none, more stages than the ring has",
+               x=normal(4, 2592), weight=_fp4_experts(3, 544, 2592), offsets=at(0, 9, 9, 17),
+               rows=indices(MIXED_FEW)),
+        Sample("32 rows a tile, one expert has the rows of three, gated",
+               x=normal(70, 1408), weight=_fp4_experts(6, 288, 1408),
+               offsets=at(0, 0, 65, 65, 66, 66, 70), bias=normal(6, 288), activation="silu_mul"),
+        Sample("64 rows a tile, gathered, biases", x=normal(40, 1600),
+               weight=_fp4_experts(3, 288, 1600), offsets=at(0, 65, 66, 130),
+               rows=indices(MIXED), bias=normal(3, 288)),
+        *(Sample(f"80 rows a tile, some experts have two, {what}", x=normal(40, 1664),
+                 weight=_fp4_experts(2, 576, 1664), offsets=at(0, 33, 150),
+                 rows=indices(MIXED), activation=activation)
+          for what, activation in (("gathered", None), ("gathered, gated", "silu_mul"))),
+        Sample("many rows", x=normal(700, 256), weight=_fp4_experts(2, 288, 256),
+               offsets=at(0, 193, 690)),
+        Sample("many gathered rows, batch invariant", x=normal(40, 256),
+               weight=_fp4_experts(1, 160, 256), offsets=at(0, 150), rows=indices(MIXED),
+               batch_invariant=True),
+        Sample("another activation", x=normal(40, 64), weight=_fp4_experts(2, 64, 64),
+               offsets=at(0, 33, 40), activation="gelu_mul"),
+        Sample("N divisible by 16 alone", x=normal(9, 64), weight=_fp4_experts(2, 48, 64),
+               offsets=at(0, 3, 9)),
+        Sample("no rows", x=normal(0, 64), weight=_fp4_experts(2, 32, 64), offsets=at(0, 0, 0)),
+    ],
+    errors=[
+        Error(r"weight.*divisible by 32.*48", x=normal(2, 64), weight=_fp4_experts(2, 48, 64),
+              offsets=at(0, 1, 2), activation="silu_mul"),
+        Error(r"weight.*divisible by 16.*40", x=normal(2, 64), weight=_fp4_experts(2, 40, 64),
+              offsets=at(0, 1, 2)),
+        Error(r"x.*64.*\[2, 32\]", x=normal(2, 32), weight=_fp4_experts(2, 16, 64),
+              offsets=at(0, 1, 2)),
+        Error(r"bias.*\[2, 16\].*\[16\]", x=normal(2, 64), weight=_fp4_experts(2, 16, 64),
+              offsets=at(0, 1, 2), bias=normal(16)),
+        Error(r"x.*bfloat16.*float32", x=normal(2, 64, dtype=torch.float32),
+              weight=_fp4_experts(2, 16, 64), offsets=at(0, 1, 2)),
+    ],
+)  # fmt: skip
+
+CASES = [GROUPED, GROUPED_FP8, GROUPED_FP8_CODED, GROUPED_INT4, GROUPED_FP4]

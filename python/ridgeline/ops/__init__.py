@@ -13,10 +13,12 @@ from ridgeline.ops.attention import (
     paged_attention,
 )
 from ridgeline.ops.embedding import embed
+from ridgeline.ops.fp4_weight import Fp4Experts
 from ridgeline.ops.gemm import int4_linear, linear
 from ridgeline.ops.gemm_fp8 import fp8_linear, fp8_linear_add
 from ridgeline.ops.gemm_int8 import int8_linear
-from ridgeline.ops.grouped import grouped_fp8_linear, grouped_int4_linear, grouped_linear
+from ridgeline.ops.grouped import grouped_fp8_linear, grouped_linear
+from ridgeline.ops.grouped_packed import grouped_fp4_linear, grouped_int4_linear
 from ridgeline.ops.int4_weight import Int4Experts, Int4Weight, pack_int4
 from ridgeline.ops.kv_cache import copy_blocks, rope, rope_write_kv, write_kv
 from ridgeline.ops.norm import add_rmsnorm, layernorm, layernorm_gelu, rmsnorm
@@ -34,6 +36,7 @@ from ridgeline.ops.sampling import sample, top_logprobs
 
 __all__ = [
     "ExpertOrder",
+    "Fp4Experts",
     "Int4Experts",
     "Int4Weight",
     "Routing",
@@ -48,6 +51,7 @@ __all__ = [
     "fp8_linear",
     "fp8_linear_add",
     "gelu_mul",
+    "grouped_fp4_linear",
     "grouped_fp8_linear",
     "grouped_int4_linear",
     "grouped_linear",

@@ -10,7 +10,6 @@ from torch import Tensor
 from ridgeline.ops._fake import register_fake
 from ridgeline.ops._gradient import inference_only
 from ridgeline.ops._out_quant import quantised_like, written
-from ridgeline.ops.int4_weight import Int4Experts
 from ridgeline.roofline.cost import Cost, cost_of, nbytes
 
 _ops = torch.ops.ridgeline
@@ -153,56 +152,6 @@ def grouped_fp8_linear(
     return inference_only(_ops.grouped_fp8_linear(*given), *inputs)
 
 
-def grouped_int4_linear(
-    x: Tensor,
-    weight: Int4Experts,
-    offsets: Tensor,
-    *,
-    rows: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    batch_invariant: bool = False,
-) -> Tensor:
-    """:func:`grouped_linear` with 4-bit weights: products of what ``weight.dequantize()`` gives.
-
-    Where experts have few rows, Hopper scales sums of a group instead, which spares each weight its
-    rounding: a row's bits depend on how many there are, but with ``batch_invariant``.
-    There a row of x with an infinity, or with a value of 2^63 or more, may give NaN.
-
-    Args:
-        x: ``[rows of x, K]``, the dtype of ``weight.scales``: float16 or bfloat16 (on the CPU
-            float32 too); last dimension contiguous. On CUDA K is divisible by 8.
-        weight: N divisible by 16, gated by 32.
-        offsets, rows, bias, activation: as in :func:`grouped_linear`.
-        batch_invariant: a row's bits depend on nothing but itself and its expert; few rows are
-            slower on Hopper then.
-
-    Returns:
-        A new tensor ``[S, N]`` (gated: ``[S, N / 2]``), dtype of the scales.
-
-    Raises:
-        ValueError: dtype, device or shape differ from the above; the message names the argument.
-        TypeError: a weight that is no :class:`Int4Experts`.
-    """
-    if not isinstance(weight, Int4Experts):
-        raise TypeError(f"weight: expected an Int4Experts, got {type(weight).__name__}")
-    out = _ops.grouped_int4_linear(
-        x,
-        weight.packed,
-        weight.scales,
-        weight.zeros,
-        offsets,
-        weight.N,
-        weight.K,
-        weight.group,
-        rows,
-        bias,
-        activation or "none",
-        batch_invariant,
-    )
-    return inference_only(out, "grouped_int4_linear", x, weight.scales, bias)
-
-
 def _out_dtype(x: Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     if out_dtype is not None:
         return out_dtype
@@ -213,7 +162,9 @@ def _rows_of(x: Tensor, rows: Tensor | None) -> int:
     return (x if rows is None else rows).shape[0]
 
 
-def _output(x: Tensor, rows: Tensor | None, N: int, activation: str, dtype: torch.dtype) -> Tensor:
+def output_like(
+    x: Tensor, rows: Tensor | None, N: int, activation: str, dtype: torch.dtype
+) -> Tensor:
     columns = N // 2 if activation in _GATED else N
     return x.new_empty(_rows_of(x, rows), columns, dtype=dtype)
 
@@ -228,7 +179,7 @@ def _(
     activation: str,
     batch_invariant: bool,
 ) -> Tensor:
-    return _output(x, rows, weight.shape[1], activation, x.dtype)
+    return output_like(x, rows, weight.shape[1], activation, x.dtype)
 
 
 @register_fake("grouped_fp8_linear")
@@ -244,7 +195,7 @@ def _(
     activation: str,
     batch_invariant: bool,
 ) -> Tensor:
-    return _output(x, rows, weight.shape[1], activation, getattr(torch, out_dtype))
+    return output_like(x, rows, weight.shape[1], activation, getattr(torch, out_dtype))
 
 
 @register_fake("grouped_fp8_linear_quant")
@@ -263,29 +214,11 @@ def _(
 ) -> tuple[Tensor, Tensor]:
     if out_quant != "fp8_group":
         raise ValueError(f"out_quant: expected None or 'fp8_group', got {out_quant!r}")
-    y = _output(x, rows, weight.shape[1], activation, getattr(torch, out_dtype))
+    y = output_like(x, rows, weight.shape[1], activation, getattr(torch, out_dtype))
     return quantised_like(y, out_quant)
 
 
-@register_fake("grouped_int4_linear")
-def _(
-    x: Tensor,
-    packed: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    offsets: Tensor,
-    N: int,
-    K: int,
-    group: int,
-    rows: Tensor | None,
-    bias: Tensor | None,
-    activation: str,
-    batch_invariant: bool,
-) -> Tensor:
-    return _output(x, rows, N, activation, scales.dtype)
-
-
-def _cost(
+def grouped_cost(
     x: Tensor,
     experts: int,
     of_one: float,
@@ -322,7 +255,7 @@ def _(
     element = x.element_size()
     unit = "fp32" if x.dtype == torch.float32 else "bf16"
     others = (offsets, rows, bias)
-    return _cost(x, experts, N * K * element, (N, K), element, others, activation, unit)
+    return grouped_cost(x, experts, N * K * element, (N, K), element, others, activation, unit)
 
 
 @cost_of("grouped_fp8_linear")
@@ -345,22 +278,4 @@ def _(
     unit = "fp8" if x.dtype == torch.float8_e4m3fn else "bf16"
     element = _out_dtype(x, out_dtype).itemsize
     others = (offsets, rows, bias, x_scale)
-    return _cost(x, experts, of_one, (N, K), element, others, activation, unit, out_quant)
-
-
-@cost_of("grouped_int4_linear")
-def _(
-    x: Tensor,
-    weight: Int4Experts,
-    offsets: Tensor,
-    *,
-    rows: Tensor | None = None,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **_unused: object,
-) -> Cost:
-    experts = len(weight.packed)
-    of_one = nbytes(weight.packed, weight.scales, weight.zeros) / max(experts, 1)
-    shape, element = (weight.N, weight.K), weight.scales.element_size()
-    others = (offsets, rows, bias)
-    return _cost(x, experts, of_one, shape, element, others, activation, "bf16")
+    return grouped_cost(x, experts, of_one, (N, K), element, others, activation, unit, out_quant)

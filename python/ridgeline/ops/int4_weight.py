@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-_ROWS, _COLS, _SYMMETRIC_ZERO, _MOST = 16, 64, 8, 15
+from ridgeline.ops._nibbles import pack_nibbles, unpack_nibbles
+
+_SYMMETRIC_ZERO, _MOST = 8, 15
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -81,7 +82,7 @@ class Int4Weight:
             _expect_codes(zeros, "zeros")
         perm = None if group_index is None else _order_of(group_index, groups, group)
         return cls(
-            packed=_pack(q if perm is None else q[:, perm.long()]),
+            packed=pack_nibbles(q if perm is None else q[:, perm.long()], _SYMMETRIC_ZERO),
             scales=scales.contiguous(),
             zeros=None if zeros is None else zeros.to(torch.uint8).contiguous(),
             perm=perm,
@@ -92,7 +93,7 @@ class Int4Weight:
 
     def quantized(self) -> Tensor:
         """The integers, uint8 ``[N, K]``, in the weight's own column order."""
-        q = _unpack(self.packed)[: self.N, : self.K]
+        q = unpack_nibbles(self.packed)[: self.N, : self.K]
         if self.perm is None:
             return q
         return torch.empty_like(q).index_copy_(1, self.perm.long(), q.contiguous())
@@ -103,7 +104,7 @@ class Int4Weight:
         ``(q - zero) * scale`` in float32, rounded once. Every backend uses these values, but Hopper
         where rows are few or of fp8: sums are scaled there, and the weights not rounded.
         """
-        packed_order = _unpack(self.packed)[: self.N, : self.K].float()
+        packed_order = unpack_nibbles(self.packed)[: self.N, : self.K].float()
         groups = torch.arange(self.K, device=packed_order.device) // self.group
         scales = self.scales.float()[groups].t()
         zeros = _SYMMETRIC_ZERO if self.zeros is None else self.zeros.float()[groups].t()
@@ -211,7 +212,7 @@ def pack_int4(weight: Tensor, group_size: int = 128, zero_point: bool = False) -
     scales, zeros = int4_grid(columns, weight.dtype, zero_point)
     q = int4_codes(columns, scales.unsqueeze(-1), zeros.unsqueeze(-1)).nan_to_num_(0)
     return Int4Weight(
-        packed=_pack(q.to(torch.uint8).reshape(N, K)),
+        packed=pack_nibbles(q.to(torch.uint8).reshape(N, K), _SYMMETRIC_ZERO),
         scales=scales.to(weight.dtype).t().contiguous(),
         zeros=zeros.to(torch.uint8).t().contiguous() if zero_point else None,
         perm=None,
@@ -288,32 +289,3 @@ def _order_of(group_index: Tensor, groups: int, group: int) -> Tensor | None:
     )
     order = torch.argsort(group_index, stable=True).to(torch.int32)
     return None if bool((group_index.diff() >= 0).all()) else order
-
-
-# Axes of the packed order: a row is (block, register row, lane row), a column is
-# (block, fragment, register column, lane column, element): the nibble of register
-# (column half h, row half r) and element e is 2 h + r + 4 e.
-_PACKED_AXES = (0, 3, 2, 6, 4, 7, 5, 1)
-_NATURAL_AXES = (0, 7, 2, 1, 4, 6, 3, 5)
-
-
-def _pack(q: Tensor) -> Tensor:
-    """Integers ``[N, K]`` to int32 ``[N / 16, K / 64, 32, 4]``, padded with 8."""
-    N, K = q.shape
-    padded = F.pad(q.to(torch.uint8), (0, -K % _COLS, 0, -N % _ROWS), value=_SYMMETRIC_ZERO)
-    rows, cols = padded.shape[0] // _ROWS, padded.shape[1] // _COLS
-    # [n, r, g, k, f, h, t, e] -> [n, k, g, t, f, e, h, r]
-    nibbles = padded.view(rows, 2, 8, cols, 4, 2, 4, 2).permute(_PACKED_AXES)
-    nibbles = nibbles.reshape(rows, cols, 32, 4, 4, 2).to(torch.uint8)
-    bytes_ = nibbles[..., 0] | (nibbles[..., 1] << 4)
-    return bytes_.contiguous().view(torch.int32).view(rows, cols, 32, 4)
-
-
-def _unpack(packed: Tensor) -> Tensor:
-    """The inverse of :func:`_pack`, with the padding, uint8."""
-    rows, cols = packed.shape[:2]
-    bytes_ = packed.contiguous().view(torch.uint8).view(rows, cols, 8, 4, 4, 2, 2)
-    # The last axis of a word's eight nibbles is (e, h, r): two nibbles a byte, the low one first.
-    nibbles = torch.stack((bytes_ & 15, bytes_ >> 4), dim=-1)
-    nibbles = nibbles.reshape(rows, cols, 8, 4, 4, 2, 2, 2)
-    return nibbles.permute(_NATURAL_AXES).reshape(rows * _ROWS, cols * _COLS)

@@ -1,0 +1,110 @@
+"""Experts in 4-bit floats: what is packed is what files mean, to the bit."""
+
+import pytest
+import torch
+
+from op_table.grouped import mxfp4_of
+from ridgeline import ops
+from test_quantized_checkpoints import four_bit_floats
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(  # whole blocks; rows and columns that are padded; nothing
+    ("experts", "N", "K"), [(3, 32, 128), (2, 40, 96), (1, 5, 32), (0, 16, 64), (2, 0, 64)]
+)
+def test_packed_values_are_those_of_the_file(
+    experts: int, N: int, K: int, dtype: torch.dtype, device: str
+) -> None:
+    blocks, scales = mxfp4_of(experts, N, K, torch.Generator().manual_seed(0))
+    packed = ops.Fp4Experts.from_mxfp4(blocks.to(device), scales.to(device), dtype)
+    assert (packed.N, packed.K) == (N, K)
+    assert packed.packed.shape == (experts, -(-N // 16), -(-K // 64), 32, 4)
+    assert packed.scales.shape == (experts, K // 32, N) and packed.scales.dtype == dtype
+    values = packed.dequantize()
+    assert values.shape == (experts, N, K) and values.dtype == dtype
+    if blocks.numel():
+        scales[0, 0, 0] = 127  # a group of zeros has any exponent
+        assert torch.equal(values.double().cpu(), four_bit_floats(blocks, scales))
+
+
+def test_codes_lie_as_those_of_int4_do() -> None:
+    """One layout, whatever codes mean; zeros are the padding."""
+    draw = torch.Generator().manual_seed(0)
+    blocks, scales = mxfp4_of(2, 48, 96, draw)
+    codes = torch.stack((blocks & 15, blocks >> 4), -1).view(2 * 48, 96)
+    int4 = ops.Int4Weight.from_quantized(codes, torch.ones(3, 96))
+    expected = ops.Int4Experts.from_rows(int4, 2).packed
+    actual = ops.Fp4Experts.from_mxfp4(blocks, scales).packed
+    assert torch.equal(actual[:, :, 0], expected[:, :, 0])
+    halves = actual[:, :, 1].view(2, 3, 32, 2, 2)  # of four words, two have columns below 32
+    assert torch.equal(halves[:, :, :, 0], expected[:, :, 1].view(2, 3, 32, 2, 2)[:, :, :, 0])
+    assert not halves[:, :, :, 1].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("N", [16, 48])
+@pytest.mark.parametrize("K", [32, 96, 128, 1056])
+def test_the_product_takes_each_weight_as_it_is(N: int, K: int, dtype: torch.dtype) -> None:
+    """By rows that have a single one; more columns than the CPU expands at once."""
+    blocks, scales = mxfp4_of(2, N, K, torch.Generator().manual_seed(0))
+    weight = ops.Fp4Experts.from_mxfp4(blocks, scales, dtype)
+    offsets = torch.tensor([0, K, 2 * K], dtype=torch.int32)
+    x = torch.eye(K).repeat(2, 1).to(dtype)
+    out = ops.grouped_fp4_linear(x, weight, offsets)
+    assert torch.equal(out.view(2, K, N), weight.dequantize().transpose(1, 2))
+
+
+def inputs_of(N: int = 16, K: int = 64) -> tuple[torch.Tensor, torch.Tensor]:
+    return mxfp4_of(2, N, K, torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(
+    ("biased", "dtype", "message"),
+    [
+        (0, torch.bfloat16, "scales: expected exponents from -126 to 1, got -127 to "),
+        (129, torch.bfloat16, "scales: expected exponents from -126 to 1, got .* to 2"),
+        (255, torch.float32, "scales: expected exponents from -126 to 1, got .* to 128"),
+        (103, torch.float16, "scales: expected exponents from -23 to 1, got -24 to "),
+    ],
+)
+def test_exponents_that_no_product_takes_are_refused(
+    biased: int, dtype: torch.dtype, message: str
+) -> None:
+    blocks, scales = inputs_of()
+    blocks[1, 3, 1, 0], scales[1, 3, 1] = 1, biased
+    with pytest.raises(ValueError, match=message):
+        ops.Fp4Experts.from_mxfp4(blocks, scales, dtype)
+    blocks[1, 3, 1] = 0x08  # zeros of either sign
+    ops.Fp4Experts.from_mxfp4(blocks, scales, dtype)
+
+
+def test_what_is_not_of_four_bits_is_refused() -> None:
+    blocks, scales = inputs_of()
+    for wrong in (blocks[0], blocks[..., :8], blocks.int()):
+        with pytest.raises(ValueError, match=r"blocks: expected uint8 \[experts, N, K / 32, 16\]"):
+            ops.Fp4Experts.from_mxfp4(wrong, scales)
+    for wrong in (scales[:1], scales.int()):
+        with pytest.raises(ValueError, match=r"scales: expected uint8 \[2, 16, 2\], got"):
+            ops.Fp4Experts.from_mxfp4(blocks, wrong)
+    with pytest.raises(ValueError, match="dtype: expected bfloat16, .*got torch.float64"):
+        ops.Fp4Experts.from_mxfp4(blocks, scales, torch.float64)
+
+
+def test_a_weight_that_is_not_of_four_bit_floats_is_named() -> None:
+    x, offsets = torch.ones(2, 64), torch.tensor([0, 2], dtype=torch.int32)
+    int4 = ops.Int4Experts.from_rows(ops.pack_int4(torch.ones(32, 64), 32), 1)
+    with pytest.raises(TypeError, match="weight: expected an Fp4Experts, got Int4Experts"):
+        ops.grouped_fp4_linear(x, int4, offsets)  # type: ignore[arg-type]
+
+
+@pytest.mark.gpu
+def test_cuda_takes_bfloat16_alone() -> None:
+    blocks, scales = (t.cuda() for t in inputs_of())
+    weight = ops.Fp4Experts.from_mxfp4(blocks, scales, torch.float16)
+    offsets = torch.tensor([0, 2, 2], dtype=torch.int32, device="cuda")
+    x = torch.ones(2, 64, dtype=torch.float16, device="cuda")
+    with pytest.raises(ValueError, match="weight.scales: expected dtype bfloat16, got float16"):
+        ops.grouped_fp4_linear(x, weight, offsets)
