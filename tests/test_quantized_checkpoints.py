@@ -24,6 +24,7 @@ from ridgeline.memory import stored_bytes, tensor_bytes
 from ridgeline.models.config import ModelConfig
 from ridgeline.models.expert_linear import (
     DenseExperts,
+    Fp4ExpertLinear,
     Fp8ExpertLinear,
     Int4ExpertLinear,
     make_experts,
@@ -43,7 +44,14 @@ from ridgeline.quant.compressed_tensors import CompressedTensors
 from ridgeline.quant.formats import Gptq, format_of
 from ridgeline.quant.four_bits import Mxfp4
 from ridgeline.quant.layout import ScaledFormat, TensorInfo, wrong_dtype
-from ridgeline.quant.stored import Expanded, GroupedCodes, ScaledCodes, is_finite, stack
+from ridgeline.quant.stored import (
+    Expanded,
+    Fp4Codes,
+    GroupedCodes,
+    ScaledCodes,
+    is_finite,
+    stack,
+)
 from test_models import load, logits_of
 from tiny_model import one_thread  # noqa: F401
 
@@ -480,9 +488,19 @@ def e2m1(code: int) -> float:
     return -value if code & 8 else value
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_experts_in_four_bit_floats(tmp_path: Path, apart: bool):
-    """Kept as fp8, or, with exponents too far apart within a row for it, in 16 bits."""
+@pytest.mark.parametrize(
+    ("powers", "kind"),
+    [
+        ([], Fp4ExpertLinear),
+        ([107], Fp4ExpertLinear),
+        ([129], Fp8ExpertLinear),
+        ([129, 107], DenseExperts),
+    ],
+    ids=["near", "far apart", "above 2", "above 2 and far apart"],
+)
+def test_experts_in_four_bit_floats(tmp_path: Path, powers: list[int], kind: type):
+    """Kept as they are; with scales above 2 as fp8, or, with exponents too far apart within a row
+    for that, in 16 bits."""
     model = tiny_model.save_model(
         tmp_path, "gpt_oss", num_local_experts=3, num_experts_per_tok=2, head_dim=32
     )
@@ -495,8 +513,8 @@ def test_experts_in_four_bit_floats(tmp_path: Path, apart: bool):
         shape = (experts, rows, columns // 32)
         blocks = torch.randint(0, 256, (*shape, 16), generator=draw, dtype=torch.uint8)
         scales = torch.randint(122, 126, shape, generator=draw, dtype=torch.uint8)
-        if apart:
-            scales[0, 0, 0] = 107
+        for group, power in enumerate(powers):
+            scales[0, 0, group], blocks[0, 0, group, 0] = power, 0x21
         tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         model.get_parameter(name).data.copy_(four_bit_floats(blocks, scales).transpose(1, 2))
     save_file(tensors, path)
@@ -507,9 +525,21 @@ def test_experts_in_four_bit_floats(tmp_path: Path, apart: bool):
         warnings.simplefilter("always")
         decoder = load(tmp_path)
     assert [w for w in told if "exponents of 4-bit floats" in str(w.message)] == told
-    assert len(told) == apart
+    assert len(told) == (kind is DenseExperts)
     experts = decoder.layers[0].experts
-    assert isinstance(experts.up, DenseExperts if apart else Fp8ExpertLinear)
+    assert isinstance(experts.up, kind) and isinstance(experts.down, kind)
+    if kind is Fp4ExpertLinear:  # half a byte a weight, and of each 32 a scale in float32
+        up = experts.up.weight
+        assert tensor_bytes([up]) == 3 * up.N * up.K * (0.5 + 4 / 32)
+        kept = load(tmp_path, quantization="mxfp4").layers[0]
+        assert isinstance(kept.experts.up, Fp4ExpertLinear) and isinstance(kept.qkv, DenseLinear)
+        wide = load(tmp_path, quantization="fp8")
+        assert isinstance(wide.layers[0].experts.up, DenseExperts if powers else Fp8ExpertLinear)
+        assert isinstance(wide.layers[0].qkv, DenseLinear)
+        of_wide = logits_of(wide, PROMPT, torch.float32)
+        torch.testing.assert_close(of_wide, logits_of(decoder, PROMPT, torch.float32))
+        with pytest.raises(ValueError, match="must be None or 'fp8' or 'mxfp4' .* got 'int4'"):
+            load(tmp_path, quantization="int4")
     with torch.no_grad():
         expected = model(torch.tensor([PROMPT])).logits[0]
     actual = logits_of(decoder, PROMPT, torch.float32)
@@ -554,12 +584,45 @@ def test_four_bit_floats_are_read_exactly(powers: tuple[int, int], kept: bool, d
     scales = torch.tensor(powers, dtype=torch.uint8)[torch.arange(96).view(3, 8, 4) % 2]
     blocks[1, 2], blocks[2, 5, 1], scales[2, 5, 1] = 0, 0x80, 254
     tensors = {"m_blocks": blocks.to(device), "m_scales": scales.to(device)}
-    weight = Mxfp4().read("m", 24, 128, {}, tensors.__getitem__)
+    stored = Mxfp4().read("m", 24, 128, {}, tensors.__getitem__)
+    assert isinstance(stored, Fp4Codes)
+    weight = stored.in_eight_bits()
     assert isinstance(weight, ScaledCodes if kept else Expanded)
     meant = four_bit_floats(blocks, scales).view(24, 128)
-    assert torch.equal(weight.dequantize(torch.float32).double().cpu(), meant)
+    for read in (stored, weight):
+        assert torch.equal(read.dequantize(torch.float32).double().cpu(), meant)
+    order = torch.arange(23, -1, -2, device=device)
+    taken = stored.rows(order).dequantize(torch.float32).double().cpu()
+    assert torch.equal(taken, meant[1::2].flip(0))
     if isinstance(weight, ScaledCodes):
         assert weight.weight_only and weight.codes.dtype == torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "kind"),
+    [
+        (torch.bfloat16, 32, Fp4ExpertLinear),
+        (torch.float32, 32, Fp4ExpertLinear),
+        (torch.float16, 32, Fp8ExpertLinear),  # which no product of 4-bit floats takes on CUDA
+        (torch.bfloat16, 40, Fp8ExpertLinear),  # no whole strips
+    ],
+)
+def test_experts_of_four_bit_floats_have_the_values_of_the_file(
+    dtype: torch.dtype, rows: int, kind: type
+):
+    draw = torch.Generator().manual_seed(0)
+    shape = (3 * rows, 3)
+    blocks = torch.randint(0, 256, (*shape, 16), generator=draw, dtype=torch.uint8)
+    weight = Fp4Codes(blocks, torch.randint(118, 124, shape, generator=draw, dtype=torch.uint8))
+    bias = torch.randn(3 * rows, generator=draw).to(dtype)
+    made, reason = make_experts(weight, bias, 3, dtype, None)
+    assert type(made) is kind and reason is None
+    assert (made.experts, made.unit) == (3, "bf16")
+    plain, _ = make_experts(weight.dequantize(dtype), bias, 3, dtype, None)
+    x, offsets = torch.randn(9, 96, generator=draw).to(dtype), torch.tensor([0, 4, 4, 9]).int()
+    places = torch.tensor([8, 0, 0, 3, 5, 1, 1, 2, 7]).int()
+    actual, expected = (linear(x, offsets, places, None) for linear in (made, plain))
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("quantization, kind, bound", [
@@ -730,6 +793,12 @@ def four_bits(rows: int, groups: int, bits: int = 4, zeros: bool = False) -> Gro
     return GroupedCodes(q, scales, shifted, bits=bits)
 
 
+def fp4(rows: int, power: int, groups: int = 1) -> Fp4Codes:
+    """Of each code twice."""
+    blocks = torch.arange(16, dtype=torch.uint8).mul(17).expand(rows, groups, 16)
+    return Fp4Codes(blocks, torch.full((rows, groups), power, dtype=torch.uint8))
+
+
 def scaled(rows: int, kind: torch.dtype, block: tuple[int, int] | None = None) -> ScaledCodes:
     shape = (rows,) if block is None else (-(-rows // block[0]), -(-64 // block[1]))
     scale = 0.25 * (1 + torch.arange(torch.Size(shape).numel())).view(shape)
@@ -750,13 +819,16 @@ FP8 = torch.float8_e4m3fn
         ((scaled(4, FP8, (4, 32)), scaled(4, FP8, (2, 32))), False),
         ((scaled(4, FP8, (4, 32)), scaled(6, FP8, (4, 32))), True),
         ((scaled(6, FP8, (4, 32)), scaled(4, FP8, (4, 32))), False),
+        ((fp4(2, 120, groups=2), fp4(3, 130, groups=2)), True),
+        ((fp4(2, 120, groups=2), scaled(3, FP8)), False),
         ((Expanded(torch.ones(2, 64), "one"), Expanded(torch.ones(3, 64), "one")), "one"),
         ((Expanded(torch.ones(2, 64), "one"), Expanded(torch.ones(3, 64), "two")), False),
     ],
     ids=[
         "other groups", "other bits", "8 bits without zero points", "other codes",
         "blocks and rows", "other blocks", "a last block that is short",
-        "a first block that is short", "one reason", "two reasons",
+        "a first block that is short", "4-bit floats", "floats of 4 and 8 bits", "one reason",
+        "two reasons",
     ],
 )  # fmt: skip
 def test_parts_keep_their_values_whether_they_join_or_not(parts, joins: bool | str):
@@ -773,8 +845,10 @@ def test_parts_keep_their_values_whether_they_join_or_not(parts, joins: bool | s
 
 def test_codes_and_scales_must_be_finite():
     nan = torch.full((2, 64), float("nan"))
-    for weight in (four_bits(2, 1), scaled(2, FP8), scaled(2, torch.int8)):
+    for weight in (four_bits(2, 1), scaled(2, FP8), scaled(2, torch.int8), fp4(2, 252)):
         assert is_finite(weight)
+    assert not is_finite(fp4(2, 255))
+    assert is_finite(replace(fp4(2, 255), blocks=torch.full((2, 1, 16), 0x80, dtype=torch.uint8)))
     assert not is_finite(ScaledCodes(nan.to(FP8), torch.ones(2)))
     assert not is_finite(replace(scaled(2, torch.int8), scale=nan[:, 0]))
     assert not is_finite(replace(four_bits(2, 1), scales=nan[:1, :2]))

@@ -18,7 +18,7 @@ from ridgeline.models.decoder import Decoder
 from ridgeline.models.linear import int4_group, meets_fp8
 from ridgeline.models.weights import parameters
 from ridgeline.ops.attention import attention_workspace_bytes
-from ridgeline.quant.four_bits import Mxfp4
+from ridgeline.ops.fp4_weight import FP4_GROUP
 from ridgeline.roofline.machine import Roofs
 from ridgeline.sampler import Sampler
 
@@ -151,16 +151,39 @@ def plan_memory(
     return MemoryPlan(tuple(lines), budget, layout, num_blocks)
 
 
-def stored_bytes(config: ModelConfig, folder: Path, dtype: torch.dtype) -> int:
+def stored_bytes(
+    config: ModelConfig, folder: Path, dtype: torch.dtype, quantization: str | None = None
+) -> int:
     """Of weights that are quantised in a folder's safetensors, as they are kept; 0 if they are not
     quantised."""
     kept = None if config.stored_format is None else config.stored_format.kept_as
     if kept is not None:
-        kinds = _QUANTISED_EXPERTS if isinstance(config.stored_format, Mxfp4) else None
+        kinds = _QUANTISED_EXPERTS if kept == "fp4" else None  # only experts are in such files
+        if kept == "fp4" and (dtype == torch.float16 or quantization == "fp8"):
+            kept = "fp8"
         return weight_bytes(config, dtype, None if kept == "dtype" else kept, kinds)
     if config.stored_format is None:
         return 0
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+
+
+def quantization_of(
+    config: ModelConfig,
+    folder: Path,
+    dtype: torch.dtype,
+    quantization: str | None,
+    memory: int,
+) -> str | None:
+    """``quantization``, or "fp8" instead of None of MXFP4 experts, if the weights then take half of
+    the GPU's ``memory`` at most: the same values in twice the bytes, of which a few tokens take
+    less time. H200, lab, us, 1, 2 and 4 tokens of top 4 in 128 experts of 2880 x 5760, in 4 and in
+    8 bits: 23.9, 43.4, 62.3 and 18.6, 32.9, 60.2; of 2880 x 2880 25.8, 23.9, 44.0 and 11.7, 18.5,
+    32.4.
+    """
+    stored = config.stored_format
+    if quantization is not None or stored is None or stored.kept_as != "fp4":
+        return quantization
+    return "fp8" if stored_bytes(config, folder, dtype, "fp8") <= memory // 2 else None
 
 
 def weight_bytes(
@@ -189,6 +212,8 @@ def _stored(
         return count * dtype.itemsize
     if quantization in ("fp8", "int8"):
         return count + 4 * shape[0]
+    if quantization == "fp4":
+        return count // 2 + count // FP4_GROUP * dtype.itemsize
     return count // 2 + count // int4_group(shape[1]) * dtype.itemsize
 
 

@@ -46,8 +46,11 @@ def add_parser(commands: Any) -> None:
     add("--stream", action="store_true", help="print text as it comes, one prompt at a time")
     add("--device", help="cpu, cuda or cuda:N; without it CUDA if it can be used")
     add("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
-    add("--quantization", metavar="KIND",
-        help="int4, w4a8, fp8 or int8: the weights, while loading")  # fmt: skip
+    add(
+        "--quantization",
+        help="int4, w4a8, fp8 or int8: the weights, while loading; of MXFP4 mxfp4 or fp8",
+        metavar="KIND",
+    )
     add("--kv-cache-dtype", default="auto", metavar="KIND", help="auto, fp8 or int8")
     add(
         "--max-model-len",

@@ -9,10 +9,10 @@ from typing import Any
 
 from ridgeline._options import EngineOptions
 from ridgeline.kv_cache import KV_DTYPES, KVCacheLayout
-from ridgeline.memory import plan_memory, stored_bytes
+from ridgeline.memory import plan_memory, quantization_of, stored_bytes
 from ridgeline.models.config import DTYPES, ModelConfig
-from ridgeline.models.linear import QUANTIZATIONS
-from ridgeline.models.loader import refuse_quantizing_again
+from ridgeline.models.linear import MXFP4, QUANTIZATIONS
+from ridgeline.models.loader import check_quantization
 
 _UNITS = {"": 1, "M": 10**6, "G": 10**9, "T": 10**12, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
 
@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
     add("--gpu-memory", required=True, metavar="SIZE", type=size, help="80GiB, 141GB")
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE")
     add("--dtype", default="auto", choices=("auto", *DTYPES))
-    add("--quantization", choices=QUANTIZATIONS)
+    add("--quantization", choices=(*QUANTIZATIONS, MXFP4))
     add("--kv-cache-dtype", default="auto", choices=("auto", *KV_DTYPES))
     add("--block-size", type=int, default=64, metavar="N")
     add("--max-model-len", type=int, metavar="N")
@@ -54,17 +54,19 @@ def run(options: argparse.Namespace) -> None:
     config = ModelConfig.from_path(folder)
     own = ("model", "gpu_memory", "length", "run")
     engine = EngineOptions(**{k: v for k, v in vars(options).items() if k not in own})
-    if config.stored_format is not None:
-        refuse_quantizing_again(engine.quantization)
+    stored = config.stored_format
+    kept_as = None if stored is None else stored.kept_as
+    check_quantization(engine.quantization, stored is not None, kept_as)
     dtype = DTYPES.get(engine.dtype, config.dtype)
     if engine.dtype == "auto" and config.dtype == DTYPES["float32"]:
         dtype = DTYPES["bfloat16"]  # as on a GPU
     context = engine.context(config)
+    quantization = quantization_of(config, folder, dtype, engine.quantization, options.gpu_memory)
     plan = plan_memory(
         config,
         KVCacheLayout.of(config, engine.block_size, engine.kv_cache_dtype, dtype),
         dtype,
-        quantization=engine.quantization,
+        quantization=quantization,
         max_model_len=context,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -72,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
         num_blocks=None,
         on_gpu=True,
         graphs=True,
-        stored_weights=stored_bytes(config, folder, dtype),
+        stored_weights=stored_bytes(config, folder, dtype, quantization),
     )
     plan.check()
     if any(length > context for length in options.length):

@@ -11,7 +11,15 @@ from torch import Tensor
 from ridgeline import ops
 from ridgeline.models.linear import Codes, pack_int4
 from ridgeline.models.stored_linear import packed_int4
-from ridgeline.quant.stored import FP8_BLOCK, Expanded, GroupedCodes, ScaledCodes, Weight, dense
+from ridgeline.quant.stored import (
+    FP8_BLOCK,
+    Expanded,
+    Fp4Codes,
+    GroupedCodes,
+    ScaledCodes,
+    Weight,
+    dense,
+)
 
 
 class ExpertLinear(Protocol):
@@ -79,6 +87,34 @@ class Int4ExpertLinear:
         self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
     ) -> Tensor:
         return ops.grouped_int4_linear(
+            x,
+            self.weight,
+            offsets,
+            rows=rows,
+            bias=self.bias,
+            activation=activation,
+            batch_invariant=self.batch_invariant,
+        )
+
+
+@dataclass(frozen=True)
+class Fp4ExpertLinear:
+    """Four-bit floats with a power of two for 32 inputs (MXFP4), times inputs as they are."""
+
+    weight: ops.Fp4Experts
+    bias: Tensor | None
+    batch_invariant: bool = False
+
+    unit = "bf16"
+
+    @property
+    def experts(self) -> int:
+        return len(self.weight.packed)
+
+    def __call__(
+        self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
+    ) -> Tensor:
+        return ops.grouped_fp4_linear(
             x,
             self.weight,
             offsets,
@@ -175,10 +211,16 @@ def make_experts(
     dtype: torch.dtype,
     quantization: str | None,
     batch_invariant: bool = False,
+    keeps_fp4: bool = True,
 ) -> tuple[ExpertLinear, str | None]:
     """Of the rows of all experts, and why they could not be quantised, if they could not."""
     bias = None if bias is None else bias.unflatten(0, (experts, -1))
     reason = None
+    if isinstance(weight, Fp4Codes):
+        of_experts = _fp4(weight, experts, dtype) if keeps_fp4 else None
+        if of_experts is not None:
+            return Fp4ExpertLinear(of_experts, bias, batch_invariant), None
+        weight = weight.in_eight_bits()  # the same values
     try:
         if isinstance(weight, Tensor):
             reason = None if quantization is None else "there is no product of experts with int8"
@@ -213,6 +255,19 @@ def _int4(
     if of_experts.N % 32 != 0:
         raise ValueError(f"weight: expected rows divisible by 32, got {of_experts.N} an expert")
     return Int4ExpertLinear(of_experts, bias, batch_invariant)
+
+
+def _fp4(weight: Fp4Codes, experts: int, dtype: torch.dtype) -> ops.Fp4Experts | None:
+    """None: no product takes them. CUDA has none of float16, which lacks most powers of two."""
+    blocks = weight.blocks.unflatten(0, (experts, -1))
+    if dtype == torch.float16 or blocks.shape[1] % 32 != 0:
+        return None
+    try:
+        return ops.Fp4Experts.from_mxfp4(
+            blocks, weight.exponents.unflatten(0, (experts, -1)), dtype
+        )
+    except ValueError:  # exponents that the ops do not take
+        return None
 
 
 def _fp8(

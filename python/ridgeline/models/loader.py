@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,7 +15,7 @@ from ridgeline.models.decoder import Decoder, Layer
 from ridgeline.models.expert_linear import ExpertLinear, make_experts
 from ridgeline.models.experts import Experts
 from ridgeline.models.gguf import GgufCheckpoint, GgufFile
-from ridgeline.models.linear import DenseLinear, Linear, make_linear
+from ridgeline.models.linear import MXFP4, DenseLinear, Linear, make_linear
 from ridgeline.models.norms import LayerNorm, Norm, RmsNorm
 from ridgeline.models.rope import RopeConfig, cos_sin_table
 from ridgeline.models.stored_linear import stored_linear
@@ -32,7 +32,8 @@ class LoadOptions:
     Attributes:
         dtype: of everything that is not quantised.
         quantization: None, "int4", "w4a8", "fp8" or "int8": of the layers' matrices; embedding and
-            head stay.
+            head stay. None of a checkpoint that is quantised; but its experts in 4-bit floats stay
+            so, or, with "fp8", are the same values in e4m3.
         max_model_len: rows of the rotary tables.
         check_weights: refuse NaN and infinity; reads every tensor once more.
     """
@@ -41,15 +42,21 @@ class LoadOptions:
     dtype: torch.dtype
     max_model_len: int
     quantization: str | None = None
+    keeps_fp4: bool = True
     batch_invariant: bool = False
     check_weights: bool = False
 
 
-def refuse_quantizing_again(quantization: str | None) -> None:
-    if quantization is not None:
+def check_quantization(quantization: str | None, quantized: bool, kept_as: str | None) -> None:
+    """``quantized``: the checkpoint is already. ``kept_as``: of its format. ValueError if it cannot
+    be as ``quantization`` says."""
+    if quantization == MXFP4 and kept_as != "fp4":
+        raise ValueError(f"quantization must be {MXFP4!r} for an MXFP4 checkpoint alone")
+    taken = (None, "fp8", MXFP4) if kept_as == "fp4" else (None,)
+    if quantized and quantization not in taken:
         raise ValueError(
-            "quantization must be None for a checkpoint that is quantised already, "
-            f"got {quantization!r}"
+            f"quantization must be {' or '.join(map(repr, taken))} for a checkpoint that is "
+            f"quantised already, got {quantization!r}"
         )
 
 
@@ -70,8 +77,11 @@ def load_decoder(
         checkpoint = GgufCheckpoint(folder, options.device, config)
     else:
         checkpoint = Checkpoint(folder, options.device, config)
+    stored = config.stored_format
+    kept_as = None if stored is None else stored.kept_as
+    check_quantization(options.quantization, checkpoint.quantized, kept_as)
     if checkpoint.quantized:
-        refuse_quantizing_again(options.quantization)
+        options = replace(options, quantization=None, keeps_fp4=options.quantization != "fp8")
     checkpoint.check()
 
     broken: list[str] = []
@@ -123,6 +133,7 @@ def random_decoder(
     progress: Callable[[int, int], None] | None = None,
 ) -> Decoder:
     """Weights from a normal distribution, made on the device; norms are 1 and biases 0."""
+    check_quantization(options.quantization, False, None)
     generator = torch.Generator(options.device).manual_seed(seed)
 
     def make(parameter: Parameter) -> Tensor:
@@ -170,6 +181,7 @@ def build_decoder(
                 options.dtype,
                 options.quantization,
                 options.batch_invariant,
+                options.keeps_fp4,
             )
             if reason is not None:
                 expanded.setdefault(reason, []).append(f"{name}.{kind}")

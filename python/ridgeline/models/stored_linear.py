@@ -18,7 +18,7 @@ from ridgeline.models.linear import (
     linear_of_int4,
 )
 from ridgeline.models.norms import RmsNorm
-from ridgeline.quant.stored import FP8_BLOCK, Expanded, GroupedCodes, ScaledCodes
+from ridgeline.quant.stored import FP8_BLOCK, Expanded, Fp4Codes, GroupedCodes, ScaledCodes
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class BlockFp8Linear:
 
 
 def stored_linear(
-    weight: GroupedCodes | ScaledCodes | Expanded,
+    weight: GroupedCodes | ScaledCodes | Fp4Codes | Expanded,
     bias: Tensor | None,
     dtype: torch.dtype,
     batch_invariant: bool,
@@ -72,6 +72,8 @@ def stored_linear(
 
     4-bit integers, fp8 and int8 keep their codes; scales of 4-bit integers take ``dtype``.
     """
+    if isinstance(weight, Fp4Codes):  # only experts are multiplied in 4-bit floats
+        weight = weight.in_eight_bits()
     reason = "there is no product with groups of 8-bit integers"
     if isinstance(weight, Expanded):
         reason = weight.reason

@@ -1,4 +1,4 @@
-"""Four-bit floats and codes of a table, which no product takes as they are."""
+"""Four-bit floats and codes of a table."""
 
 from __future__ import annotations
 
@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from ridgeline.quant.layout import INPUT_SCALES, Get, Kept, Stored
-from ridgeline.quant.stored import Expanded, ScaledCodes, Weight
-
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_E8M0_BIAS = _FLOAT32_BIAS = 127
-_FLOAT32_MANTISSA = 23
-_E4M3_TOP, _E4M3_BOTTOM = 6, -8
-"""Powers of two by which e4m3 has each value of e2m1: up to 6 * 2**6, from 0.5 * 2**-8 on."""
+from ridgeline.quant.stored import Expanded, Fp4Codes, Weight, e2m1_values, low_nibbles_first
 
 
 def _bytes(name: str, get: Get) -> Tensor:
@@ -28,17 +22,6 @@ def _bytes(name: str, get: Get) -> Tensor:
     return packed
 
 
-def _nibbles(packed: Tensor) -> Tensor:
-    """``[..., bytes]`` to ``[..., 2 * bytes]``, low ones first."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-
-
-def _floats(codes: Tensor) -> Tensor:
-    """The float32 of 4-bit floats: a sign, two bits of exponent, one of mantissa."""
-    values = torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)
-    return torch.cat((values, -values))[codes.int()]
-
-
 # ---- MXFP4: 32 columns to a power of two -------------------------------------------------------
 
 
@@ -47,13 +30,12 @@ class Mxfp4:
     """gpt-oss's experts: 4-bit floats, low nibble first, 32 columns to a power of two.
 
     The weights of all experts are one tensor ``[experts, rows, columns / 32, 16]``, not transposed
-    as they are where they are not quantised. Read as e4m3 with a power of two a row: half the bytes
-    of 16 bits and the same values. Source: OCP, "Microscaling Formats", 2023.
+    as they are where they are not quantised. Source: OCP, "Microscaling Formats", 2023.
     """
 
     ignored = ()
     dtypes: ClassVar[Mapping[str, str]] = {"_blocks": "U8", "_scales": "U8"}
-    kept_as: ClassVar[Kept] = "fp8"
+    kept_as: ClassVar[Kept] = "fp4"
 
     def layout(
         self, module: str, N: int, K: int, stored: Stored
@@ -66,12 +48,15 @@ class Mxfp4:
         return {blocks: (*groups, 16), scales: groups}
 
     def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
-        return _from_blocks(get(f"{module}_blocks"), get(f"{module}_scales"))
+        blocks, scales = get(f"{module}_blocks"), get(f"{module}_scales")
+        return Fp4Codes(blocks.flatten(0, 1), scales.flatten(0, 1))
 
 
 @dataclass(frozen=True)
 class PackedMxfp4:
-    """The same of one matrix, as compressed-tensors stores it ("mxfp4-pack-quantized")."""
+    """The same of one matrix, as compressed-tensors stores it ("mxfp4-pack-quantized"). Read as
+    e4m3 with a power of two a row, since only experts are multiplied in 4-bit floats.
+    """
 
     ignored = (*INPUT_SCALES, ".weight_shape")
     dtypes: ClassVar[Mapping[str, str]] = {".weight_packed": "U8", ".weight_scale": "U8"}
@@ -86,42 +71,8 @@ class PackedMxfp4:
         return {packed: (N, K // 2), f"{module}.weight_scale": (N, K // 32)}
 
     def read(self, module: str, N: int, K: int, stored: Stored, get: Get) -> Weight:
-        blocks = get(f"{module}.weight_packed").view(1, N, K // 32, 16)
-        return _from_blocks(blocks, get(f"{module}.weight_scale")[None])
-
-
-def _from_blocks(blocks: Tensor, scales: Tensor) -> Weight:
-    """Of ``[experts, rows, groups, 16]`` and ``[experts, rows, groups]``, the rows of all."""
-    experts, rows, groups, _ = blocks.shape
-    exponents = scales.int() - _E8M0_BIAS
-    of_rows = _row_exponents(blocks, exponents)
-    if of_rows is not None:
-        exponents = (exponents - of_rows).clamp(max=_E4M3_TOP)  # beyond are groups of zeros
-    dtype = torch.bfloat16 if of_rows is None else torch.float8_e4m3fn
-    made = torch.empty((experts, rows, groups * 32), dtype=dtype, device=blocks.device)
-    for i, (words, powers) in enumerate(zip(blocks, exponents)):  # as indices codes take much
-        values = torch.ldexp(_floats(_nibbles(words)), powers.unsqueeze(-1))
-        made[i] = values.flatten(-2).to(dtype)
-    made = made.flatten(0, 1)
-    if of_rows is None:
-        return Expanded(made, "exponents of 4-bit floats are too far apart in a row")
-    scale = ((of_rows + _FLOAT32_BIAS) << _FLOAT32_MANTISSA).view(torch.float32)
-    return ScaledCodes(made, scale.flatten(), weight_only=True)
-
-
-def _row_exponents(blocks: Tensor, exponents: Tensor) -> Tensor | None:
-    """``[experts, rows, 1]``, the power of two of each row's scale with which its values are e4m3,
-    exactly: largest and smallest exponent are 14 apart at most. None: of some row they are not.
-
-    Args:
-        blocks: ``[experts, rows, groups, 16]``. exponents: ``[experts, rows, groups]``.
-    """
-    no_zeros = ((blocks & 0x77) != 0).any(-1)  # a group of zeros may have any exponent
-    high = exponents.masked_fill(~no_zeros, -_E8M0_BIAS).amax(-1, keepdim=True)
-    high = torch.where(no_zeros.any(-1, keepdim=True), high, _E4M3_TOP)
-    low = torch.where(no_zeros, exponents, high).amin(-1, keepdim=True)
-    fits = (high - low <= _E4M3_TOP - _E4M3_BOTTOM) & (high > -100) & (high <= _E8M0_BIAS)
-    return high - _E4M3_TOP if bool(fits.all()) else None
+        blocks = get(f"{module}.weight_packed").view(N, K // 32, 16)
+        return Fp4Codes(blocks, get(f"{module}.weight_scale")).in_eight_bits()
 
 
 # ---- NVFP4: 16 columns to an e4m3, and a float32 for all ---------------------------------------
@@ -167,7 +118,7 @@ class Nvfp4:
         scale = get(f"{module}.weight_scale").float().unsqueeze(-1)
         of_all = get(f"{module}.{self.whole}").reshape(())
         packed = _bytes(f"{module}.{self.packed}", get)
-        values = _floats(_nibbles(packed)).unflatten(-1, (-1, 16))
+        values = e2m1_values(low_nibbles_first(packed)).unflatten(-1, (-1, 16))
         values *= scale  # exact
         values = values / of_all if self.divides else values * of_all
         return Expanded(values.flatten(-2), "no product takes 4-bit floats by scales of 16 columns")

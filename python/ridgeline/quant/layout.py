@@ -27,9 +27,9 @@ Stored = Mapping[str, TensorInfo]
 Get = Callable[[str], Tensor]
 
 
-Kept = Literal["fp8", "int4", "dtype"]
-"""e4m3 with a scale a row; 4 bits that are stored in 8, by groups of 128 as most files have; the
-model's dtype, since no product takes them otherwise."""
+Kept = Literal["fp8", "fp4", "int4", "dtype"]
+"""e4m3 with a scale a row; 4-bit floats, of experts alone; 4 bits that are stored in 8, by groups
+of 128 as most files have; the model's dtype, since no product takes them otherwise."""
 
 
 class Format(Protocol):

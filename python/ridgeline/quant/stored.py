@@ -10,6 +10,14 @@ from torch import Tensor
 
 FP8_BLOCK = 128  # rows and columns that share a scale in the blocks of fp8_linear
 
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_E8M0_BIAS = _FLOAT32_BIAS = 127
+_FLOAT32_MANTISSA = 23
+_MOST_FINITE = 125  # exponent by which the largest float of 4 bits is one of 32
+_E4M3_TOP, _E4M3_BOTTOM = 6, -8
+"""Powers of two by which e4m3 has each value of e2m1: up to 6 * 2**6, from 0.5 * 2**-8 on."""
+_ROWS_AT_ONCE = 8192  # as indices of a table codes take much
+
 
 @dataclass(frozen=True)
 class GroupedCodes:
@@ -100,7 +108,76 @@ class Expanded:
         return self.values.to(dtype)
 
 
-Weight = Tensor | GroupedCodes | ScaledCodes | Expanded
+@dataclass(frozen=True)
+class Fp4Codes:
+    """4-bit floats, 32 columns to a power of two: MXFP4.
+
+    Attributes:
+        blocks: uint8 ``[N, K / 32, 16]``, two codes a byte, low nibble first.
+        exponents: uint8 ``[N, K / 32]``, plus 127; of a group of zeros any.
+    """
+
+    blocks: Tensor
+    exponents: Tensor
+
+    def rows(self, index: Tensor) -> Fp4Codes:
+        return Fp4Codes(self.blocks[index], self.exponents[index])
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """``[N, K]``: exact in float32, rounded once."""
+        return self._times(self.exponents, dtype)
+
+    def in_eight_bits(self) -> ScaledCodes | Expanded:
+        """The same values in e4m3 with a power of two a row, where a row's largest and smallest
+        exponent are 14 apart at most; else in 16 bits."""
+        of_rows = self._row_exponents()
+        if of_rows is None:
+            reason = "exponents of 4-bit floats are too far apart in a row"
+            return Expanded(self.dequantize(torch.bfloat16), reason)
+        top = of_rows + _E4M3_TOP + _E8M0_BIAS
+        within = self.exponents.int().minimum(top) - of_rows  # beyond are groups of zeros
+        codes = self._times(within, torch.float8_e4m3fn)
+        scale = ((of_rows + _FLOAT32_BIAS) << _FLOAT32_MANTISSA).view(torch.float32)
+        return ScaledCodes(codes, scale.flatten(), weight_only=True)
+
+    def no_zeros(self) -> Tensor:
+        """``[N, K / 32]``: whether any value of a group is not 0."""
+        return ((self.blocks & 0x77) != 0).any(-1)
+
+    def _times(self, biased: Tensor, dtype: torch.dtype) -> Tensor:
+        """The codes' values times powers of two, integers ``[N, K / 32]`` plus 127."""
+        rows, groups, bytes_ = self.blocks.shape
+        made = torch.empty((rows, groups * bytes_ * 2), dtype=dtype, device=self.blocks.device)
+        for start in range(0, rows, _ROWS_AT_ONCE):
+            some = slice(start, start + _ROWS_AT_ONCE)
+            values = e2m1_values(low_nibbles_first(self.blocks[some]))
+            powers = biased[some].int() - _E8M0_BIAS
+            made[some] = torch.ldexp(values, powers.unsqueeze(-1)).flatten(-2).to(dtype)
+        return made
+
+    def _row_exponents(self) -> Tensor | None:
+        """``[N, 1]``, the power of two of each row's scale with which its values are e4m3, exactly.
+        None: of some row they are not."""
+        exponents, no_zeros = self.exponents.int() - _E8M0_BIAS, self.no_zeros()
+        high = exponents.masked_fill(~no_zeros, -_E8M0_BIAS).amax(-1, keepdim=True)
+        high = torch.where(no_zeros.any(-1, keepdim=True), high, _E4M3_TOP)
+        low = torch.where(no_zeros, exponents, high).amin(-1, keepdim=True)
+        fits = (high - low <= _E4M3_TOP - _E4M3_BOTTOM) & (high > -100) & (high <= _E8M0_BIAS)
+        return high - _E4M3_TOP if bool(fits.all()) else None
+
+
+def low_nibbles_first(packed: Tensor) -> Tensor:
+    """``[..., bytes]`` to ``[..., 2 * bytes]``."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """The float32 of 4-bit floats: a sign, two bits of exponent, one of mantissa."""
+    values = torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)
+    return torch.cat((values, -values))[codes.int()]
+
+
+Weight = Tensor | GroupedCodes | ScaledCodes | Fp4Codes | Expanded
 
 
 def dense(weight: Weight, dtype: torch.dtype) -> Tensor:
@@ -115,6 +192,9 @@ def is_finite(weight: Weight) -> bool:
     elif isinstance(weight, ScaledCodes):
         is_int, scale = weight.codes.dtype == torch.int8, weight.scale
         weight = scale if is_int else weight.dequantize(torch.float32)
+    elif isinstance(weight, Fp4Codes):
+        exponents = weight.exponents.where(weight.no_zeros(), 0)
+        return bool((exponents <= _MOST_FINITE + _E8M0_BIAS).all())
     elif isinstance(weight, Expanded):
         weight = weight.values
     return bool(torch.isfinite(weight).all())
@@ -129,6 +209,11 @@ def stack(parts: Sequence[Weight], dtype: torch.dtype) -> Weight:
         joined = _stack_groups([part for part in parts if isinstance(part, GroupedCodes)])
     elif all(isinstance(part, ScaledCodes) for part in parts):
         joined = _stack_scaled([part for part in parts if isinstance(part, ScaledCodes)])
+    elif all(isinstance(part, Fp4Codes) for part in parts):
+        fp4 = [part for part in parts if isinstance(part, Fp4Codes)]
+        joined = Fp4Codes(
+            torch.cat([part.blocks for part in fp4]), torch.cat([part.exponents for part in fp4])
+        )
     if joined is not None:
         return joined
     values = torch.cat([dense(part, dtype) for part in parts])
