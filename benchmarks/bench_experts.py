@@ -18,7 +18,9 @@ from timer import Bench
 
 # Experts, chosen by a token, K, N of the first product: Mixtral's and Qwen3-30B-A3B's.
 SHAPES = [(8, 2, 4096, 28672), (128, 8, 2048, 1536)]
+GPT_OSS = (32, 4, 2880, 5760)  # gpt-oss-20b's, which files have in 4-bit floats
 GROUP = 128  # columns that share a scale of int4
+FP4_GROUP = 32
 BLOCK = 128  # rows and columns that share one of fp8 by blocks
 TOKENS = [1, 4, 16, 64, 256, 1024, 8192]
 FP8 = torch.float8_e4m3fn
@@ -84,11 +86,17 @@ class Layer:
         scales = torch.rand(blocks, device=self.bench.device) + 0.5
         return [self.weights("fp8", self.fp8)[0][0].clone(), scales]
 
-    def int4(self) -> list[Tensor]:
+    def four_bits(self) -> Tensor:
         shape = (self.experts, self.N // 16, self.K // 64, 32, 4)
-        codes = torch.randint(-(2**31), 2**31, shape, device=self.bench.device, dtype=torch.int32)
+        return torch.randint(-(2**31), 2**31, shape, device=self.bench.device, dtype=torch.int32)
+
+    def int4(self) -> list[Tensor]:
         groups = (self.experts, self.K // GROUP, self.N)
-        return [codes, torch.rand(groups, device=self.bench.device).to(self.dtype)]
+        return [self.four_bits(), torch.rand(groups, device=self.bench.device).to(self.dtype)]
+
+    def fp4(self) -> list[Tensor]:
+        powers = torch.randint(-8, -3, (self.experts, self.K // FP4_GROUP, self.N))
+        return [self.four_bits(), (2.0**powers).to(self.bench.device, self.dtype)]
 
     def tinygemm(self) -> list[Tensor]:
         shape = (self.experts, self.N, self.K // 2)
@@ -242,6 +250,22 @@ def int4(layer: Layer) -> None:
     layer.measure("grouped_int4_linear", weights, calls, bits, group=GROUP)
 
 
+def fp4(layer: Layer) -> None:
+    """Weights of 4-bit floats, beside weights kept in bf16."""
+
+    def ours(
+        x: Tensor, packed: Tensor, scales: Tensor, offsets: Tensor, rows: Tensor, _: Any
+    ) -> Tensor:
+        weight = ops.Fp4Experts(packed, scales, layer.N, layer.K)
+        return ops.grouped_fp4_linear(x, weight, offsets, rows=rows)
+
+    weights = {"ridgeline": layer.weights("fp4", layer.fp4)}
+    weights["one_by_one_expanded"] = layer.weights("dense", layer.dense)
+    calls: dict[str, Callable[..., Tensor]] = {"ridgeline": ours, "one_by_one_expanded": one_by_one}
+    bits = 4 + 8 * layer.dtype.itemsize / FP4_GROUP
+    layer.measure("grouped_fp4_linear", weights, calls, bits, group=FP4_GROUP)
+
+
 def main() -> None:
     bench = Bench.from_args(__doc__)
     shapes, tokens = SHAPES, TOKENS
@@ -256,6 +280,12 @@ def main() -> None:
             dense(layer)
             fp8(layer)
             int4(layer)
+            fp4(layer)
+    if bench.device != "cpu":
+        layer = Layer(bench, *GPT_OSS)
+        for number in tokens:
+            layer.choose(number)
+            fp4(layer)
 
 
 if __name__ == "__main__":
