@@ -59,8 +59,7 @@ struct Gathered {
 void grouped_gemm(const GroupedGemmParams& p) {
   check_indices(p);
   const std::size_t element = size_of(p.gemm.dtype);
-  const WeightFormat format = p.gemm.weight.format;
-  const bool packed = format == WeightFormat::kInt4 || format == WeightFormat::kFp4;
+  const bool packed = has_nibbles(p.gemm.weight.format);
   const std::size_t scale_bytes = packed ? element : sizeof(float);
   auto* y = static_cast<char*>(p.gemm.y);
   const std::int64_t cols = p.gemm.out_cols();

@@ -32,9 +32,9 @@ class LoadOptions:
     Attributes:
         dtype: of everything that is not quantised.
         quantization: None, "int4", "w4a8", "fp8" or "int8": of the layers' matrices; embedding and
-            head stay. None of a checkpoint that is quantised; but its experts in 4-bit floats stay
-            so, or, with "fp8", are the same values in e4m3.
+            head stay. Of a checkpoint that is quantised None, or, of MXFP4, "mxfp4" or "fp8".
         max_model_len: rows of the rotary tables.
+        keeps_fp4: experts in 4-bit floats stay so; else they become the same values in e4m3.
         check_weights: refuse NaN and infinity; reads every tensor once more.
     """
 
