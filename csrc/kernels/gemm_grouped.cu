@@ -308,7 +308,7 @@ void launch_format(const GroupedGemmParams& params, const Choice& choice, Stream
     case WeightFormat::kDense: return launch_rows<T>(params, choice, stream);
     case WeightFormat::kInt4: return launch<T, WeightFormat::kInt4, 2, 8>(params, stream);
     case WeightFormat::kFp8: return launch<T, WeightFormat::kFp8, 2, 8>(params, stream);
-    case WeightFormat::kFp4:
+    case WeightFormat::kFp4:  // its op takes bfloat16 alone
       if constexpr (std::is_same_v<T, __nv_bfloat16>)
         return launch<T, WeightFormat::kFp4, 2, 8>(params, stream);
       break;

@@ -301,7 +301,7 @@ void launch_format(const GroupedGemmParams& params, const Choice& choice, Stream
       if (params.gemm.weight.scale_layout == ScaleLayout::kBlock)
         return launch_x<T, T, WeightFormat::kFp8, true>(params, choice, stream);
       return launch_x<T, T, WeightFormat::kFp8>(params, choice, stream);
-    case WeightFormat::kFp4:
+    case WeightFormat::kFp4:  // its op takes bfloat16 alone
       if constexpr (std::is_same_v<T, __nv_bfloat16>)
         return launch_x<T, T, WeightFormat::kFp4>(params, choice, stream);
       break;

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -70,14 +71,16 @@ class DenseExperts:
 
 
 @dataclass(frozen=True)
-class Int4ExpertLinear:
-    """Four-bit weights with a scale for each group of inputs."""
+class _PackedExpertLinear:
+    """Four-bit weights, times inputs as they are. ``product``: the op, called as
+    ``ops.grouped_linear`` is."""
 
-    weight: ops.Int4Experts
+    weight: Any
     bias: Tensor | None
     batch_invariant: bool = False
 
-    unit = "bf16"
+    unit: ClassVar[str] = "bf16"
+    product: ClassVar[Callable[..., Tensor]]
 
     @property
     def experts(self) -> int:
@@ -86,7 +89,7 @@ class Int4ExpertLinear:
     def __call__(
         self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
     ) -> Tensor:
-        return ops.grouped_int4_linear(
+        return self.product(
             x,
             self.weight,
             offsets,
@@ -98,31 +101,19 @@ class Int4ExpertLinear:
 
 
 @dataclass(frozen=True)
-class Fp4ExpertLinear:
-    """Four-bit floats with a power of two for 32 inputs (MXFP4), times inputs as they are."""
+class Int4ExpertLinear(_PackedExpertLinear):
+    """Integers with a scale for each group of inputs."""
+
+    weight: ops.Int4Experts
+    product = staticmethod(ops.grouped_int4_linear)
+
+
+@dataclass(frozen=True)
+class Fp4ExpertLinear(_PackedExpertLinear):
+    """Floats with a power of two for 32 inputs: MXFP4."""
 
     weight: ops.Fp4Experts
-    bias: Tensor | None
-    batch_invariant: bool = False
-
-    unit = "bf16"
-
-    @property
-    def experts(self) -> int:
-        return len(self.weight.packed)
-
-    def __call__(
-        self, x: Tensor, offsets: Tensor, rows: Tensor | None, activation: str | None
-    ) -> Tensor:
-        return ops.grouped_fp4_linear(
-            x,
-            self.weight,
-            offsets,
-            rows=rows,
-            bias=self.bias,
-            activation=activation,
-            batch_invariant=self.batch_invariant,
-        )
+    product = staticmethod(ops.grouped_fp4_linear)
 
 
 # Rows an expert in the mean up to which inputs stay as they are, of weights with a scale a row and
