@@ -223,7 +223,7 @@ def test_only_four_bit_floats_are_kept_as_such(tmp_path: Path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
     arguments = ["plan", str(tmp_path), "--gpu-memory", "40GiB", "--quantization", "mxfp4"]
     assert main(arguments) == 2
-    assert "quantization must be 'mxfp4' for an MXFP4 checkpoint alone" in capsys.readouterr().err
+    assert "quantization: 'mxfp4' is for MXFP4 checkpoints, got another" in capsys.readouterr().err
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_lines(tmp_path: Path, capsys):

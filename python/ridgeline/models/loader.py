@@ -51,7 +51,7 @@ def check_quantization(quantization: str | None, quantized: bool, kept_as: str |
     """``quantized``: the checkpoint is already. ``kept_as``: of its format. ValueError if it cannot
     be as ``quantization`` says."""
     if quantization == MXFP4 and kept_as != "fp4":
-        raise ValueError(f"quantization must be {MXFP4!r} for an MXFP4 checkpoint alone")
+        raise ValueError(f"quantization: {MXFP4!r} is for MXFP4 checkpoints, got another")
     taken = (None, "fp8", MXFP4) if kept_as == "fp4" else (None,)
     if quantized and quantization not in taken:
         raise ValueError(
