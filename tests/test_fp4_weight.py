@@ -30,18 +30,25 @@ def test_packed_values_are_those_of_the_file(
         assert torch.equal(values.double().cpu(), four_bit_floats(blocks, scales))
 
 
-def test_codes_lie_as_those_of_int4_do() -> None:
-    """One layout, whatever codes mean; zeros are the padding."""
-    draw = torch.Generator().manual_seed(0)
-    blocks, scales = mxfp4_of(2, 48, 96, draw)
+def test_a_rotation_brings_a_code_to_the_exponents_of_bfloat16() -> None:
+    """Codes of nibbles j and j + 4 of int4's words, to bits 15 and 8 to 6. Padding is zeros."""
+    blocks, scales = mxfp4_of(2, 48, 96, torch.Generator().manual_seed(0))
     codes = torch.stack((blocks & 15, blocks >> 4), -1).view(2 * 48, 96)
     int4 = ops.Int4Weight.from_quantized(codes, torch.ones(3, 96))
-    expected = ops.Int4Experts.from_rows(int4, 2).packed
-    actual = ops.Fp4Experts.from_mxfp4(blocks, scales).packed
-    assert torch.equal(actual[:, :, 0], expected[:, :, 0])
-    halves = actual[:, :, 1].view(2, 3, 32, 2, 2)  # of four words, two have columns below 32
-    assert torch.equal(halves[:, :, :, 0], expected[:, :, 1].view(2, 3, 32, 2, 2)[:, :, :, 0])
-    assert not halves[:, :, :, 1].any()
+    words = (ops.Int4Experts.from_rows(int4, 2).packed.long() & 0xFFFFFFFF).view(2, 3, 2, 32, 4)
+    words[:, :, 1, :, 2:] = 0  # columns from 96 on
+    packed = ops.Fp4Experts.from_mxfp4(blocks, scales).packed.long() & 0xFFFFFFFF
+
+    def turned(right: int) -> torch.Tensor:
+        return (packed >> right | packed << (32 - right)) & 0xFFFFFFFF
+
+    low, high = turned(4), turned(28)
+    fourth = low & ~0x01000100 | high & 0x01000100
+    for j, of in enumerate((turned(0), turned(6), turned(26), fourth)):
+        for e in range(2):
+            half = of >> 16 * e
+            code = half >> 12 & 8 | half >> 6 & 7
+            assert torch.equal(code, words.view_as(packed) >> 4 * (j + 4 * e) & 15)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

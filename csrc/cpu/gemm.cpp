@@ -160,15 +160,17 @@ template <WeightFormat kFormat, class T>
 void expand_fragment(const std::uint32_t* words, const PackedGroup& group, int r, float* out) {
   const std::uint32_t a = words[0], b = words[4], c = words[8], d = words[12];
   const WordLanes words_twice = {a, a, b, b, c, c, d, d};
-  const WordLanes lanes = words_twice >> WordLanes{0, 16, 0, 16, 0, 16, 0, 16};
+  const WordLanes halves = {0, 16, 0, 16, 0, 16, 0, 16};
+  WordLanes lanes = words_twice >> halves;
+  if (kFormat == WeightFormat::kFp4) lanes |= words_twice << ((32u - halves) & 31u);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     const int row = r + 8 * (i % 2);
-    const WordLanes codes = (lanes >> (4 * i)) & 15u;
     FloatLanes values;
     if constexpr (kFormat == WeightFormat::kFp4) {
-      values = e2m1_lanes(codes);
+      values = e2m1_lanes(fp4_codes(lanes, i));
     } else {
+      const WordLanes codes = (lanes >> (4 * i)) & 15u;
       // Signed, because that conversion to float is one instruction and the unsigned one is not.
       values = __builtin_convertvector((IntLanes)codes, FloatLanes) - group.zero[row];
     }

@@ -27,6 +27,16 @@ inline float sum_lanes(FloatLanes v) {
   return ((v[0] + v[4]) + (v[2] + v[6])) + ((v[1] + v[5]) + (v[3] + v[7]));
 }
 
+/// Codes i of words of Fp4Layout, those of the low half.
+inline WordLanes fp4_codes(WordLanes words, int i) {
+  switch (i) {
+    case 0: return (words >> 6 & 7u) | (words >> 12 & 8u);
+    case 1: return (words >> 12 & 7u) | (words >> 18 & 8u);
+    case 2: return (words & 7u) | (words >> 6 & 8u);
+    default: return (words >> 10 & 3u) | (words >> 2 & 4u) | (words >> 16 & 8u);
+  }
+}
+
 /// The floats of 4-bit codes: a sign, two bits of exponent, one of mantissa.
 inline FloatLanes e2m1_lanes(WordLanes codes) {
   const IntLanes magnitude = (IntLanes)(codes & 7u);

@@ -119,21 +119,6 @@ __device__ __forceinline__ std::uint32_t expand_int4(std::uint32_t word, int i, 
   return as_bits(__hmul2(as_pair<T>(expand_int4<T>(word, i, zero)), scale));
 }
 
-/// A power of two from 2^-126 to 2, times 2^126.
-__device__ __forceinline__ Pair<__nv_bfloat16> fp4_factor(__nv_bfloat16 scale) {
-  constexpr std::uint32_t kPower = 126 << 7;
-  return as_pair<__nv_bfloat16>((__bfloat16_as_ushort(scale) + kPower) * 0x10001u);
-}
-
-/// Nibbles i and i + 4 of `word`, which are e2m1, times a scale, exactly: a code's bits among the
-/// lowest exponents of bfloat16 are its value times 2^-126, subnormals too. `factor`: fp4_factor().
-__device__ __forceinline__ std::uint32_t expand_fp4(std::uint32_t word, int i,
-                                                    Pair<__nv_bfloat16> factor) {
-  const std::uint32_t at_top = word << (12 - 4 * i);
-  const std::uint32_t bits = (at_top & 0x80008000u) | (at_top >> 6 & 0x01c001c0u);
-  return as_bits(__hmul2(as_pair<__nv_bfloat16>(bits), factor));
-}
-
 /// Int4 as bfloat16 without shifts or a base: below 256 the bits of a bfloat16 are an integer in
 /// units of 2^-133, subnormals and first normals alike, so a nibble masked where it lies in the low
 /// byte of its half is a number. Weights come times 2^-32, which keeps factors in range: of scales
@@ -189,16 +174,6 @@ struct Int4Rows {
     } else {
       return expand_int4<T>(word, i / 2 * 2 + high, zero[i % 2], scale[i % 2]);
     }
-  }
-};
-
-/// Expands words of an int4 block whose nibbles are e2m1, of two rows with a scale each.
-struct Fp4Rows {
-  Pair<__nv_bfloat16> factor[2];
-
-  __device__ __forceinline__ void set(int r, __nv_bfloat16 scale) { factor[r] = fp4_factor(scale); }
-  __device__ __forceinline__ std::uint32_t expand(std::uint32_t word, int i, bool high) const {
-    return expand_fp4(word, i / 2 * 2 + (high ? 1 : 0), factor[i % 2]);
   }
 };
 

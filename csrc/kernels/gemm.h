@@ -15,12 +15,12 @@ enum class WeightFormat : std::uint8_t {
   kInt4,   // Int4Layout below
   kFp8,    // [N, K] e4m3
   kInt8,   // [N, K] int8, of an int8 x alone: sums are exact in int32
-  kFp4,    // Int4Layout, of e2m1: kFp4Group columns have a power of two; experts alone
+  kFp4,    // Fp4Layout below: kFp4Group columns have a power of two; experts alone
 };
 
 constexpr int kFp4Group = 32;
 
-/// Whether weights lie in Int4Layout.
+/// Whether weights lie in Int4Layout or in Fp4Layout, which has its blocks.
 constexpr bool has_nibbles(WeightFormat format) {
   return format == WeightFormat::kInt4 || format == WeightFormat::kFp4;
 }
@@ -51,6 +51,18 @@ struct Int4Layout {
   static constexpr int kWords = 128;  // 32-bit words a block
   static constexpr int kSymmetricZero = 8;
 };
+
+/// The fp4 layout: the same blocks, words, and order of what a word has: eight codes of e2m1, which
+/// are a sign, two bits of exponent and one of mantissa. But each code lies so that a rotation of
+/// the word puts it among the lowest exponents of a bfloat16, to which its value is another power
+/// of two: in a half of the word, code j of the eight, or j + 4, has
+///   j        0   1   2   3
+///   sign    15   5*  9   3*    * in the other half
+///   exponent 8   14  2   4
+///            7   13  1   11
+///   mantissa 6   12  0   10
+/// and turned right by 0, 6, 26 and, but for the bit in 4, which 28 brings, 4 is in bits 15, 8, 7
+/// and 6. The padding is zero.
 
 /// The weight matrix [N, K]. Int4: value = (q - zero) * scale, rounded to the output's dtype.
 struct GemmWeight {

@@ -1,5 +1,6 @@
 #pragma once
 #include "device/dequant.cuh"
+#include "device/fp4.cuh"
 #include "device/ptx/async_copy.cuh"
 #include "device/ptx/ldmatrix.cuh"
 #include "device/ptx/mma.cuh"
@@ -216,8 +217,9 @@ struct StripFragment {
       const std::uint32_t word = words[0][2 * half + j];
       if constexpr (kFormat == WeightFormat::kFp4) {
         const auto factor = device::fp4_factor(scale);
-        b[0] = device::expand_fp4(word, tile, factor);
-        b[1] = device::expand_fp4(word, tile + 2, factor);
+        const device::Fp4Turns turns(tile == 1);
+        b[0] = turns.expand(word, false, factor);
+        b[1] = turns.expand(word, true, factor);
         return;
       }
       const std::uint32_t zero =

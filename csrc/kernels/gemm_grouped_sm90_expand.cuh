@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "device/dequant.cuh"
+#include "device/fp4.cuh"
 #include "device/ptx/wgmma_few.cuh"
 #include "kernels/gemm_block_scales.cuh"
 #include "kernels/gemm_grouped_sm90_work.cuh"
@@ -123,7 +124,7 @@ struct Weights {
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const uint4 v = strips[(gated ? strip / 2 * 2 + r : strip) * device::kWarpSize];
-        const int shift = 4 * (gated ? strip % 2 : r);
+        const int shift = Tile::kFp4 ? 0 : 4 * (gated ? strip % 2 : r);
         words[r][0] = v.x >> shift;
         words[r][1] = v.y >> shift;
         words[r][2] = v.z >> shift;
@@ -142,7 +143,9 @@ struct Weights {
       for (int i = 0; i < 4; ++i) {
         const std::uint32_t word = words[i % 2][step];
         if constexpr (Tile::kFp4) {
-          to[i] = device::expand_fp4(word, i / 2 * 2, scale[i % 2]);
+          const bool gated = is_gated(launch.grouped.gemm.activation);
+          const device::Fp4Turns turns((gated ? me.warp : i) % 2 == 1);
+          to[i] = turns.expand(word, i / 2 == 1, scale[i % 2]);
         } else {
           to[i] = device::expand_int4<T>(word, i / 2 * 2, zero[i % 2], scale[i % 2]);
         }

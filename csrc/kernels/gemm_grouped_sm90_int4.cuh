@@ -1,5 +1,6 @@
 #pragma once
 #include "device/dequant.cuh"
+#include "device/fp4.cuh"
 #include "device/ptx/opaque.cuh"
 #include "device/ptx/wgmma_few.cuh"
 #include "device/ptx/wgmma_registers_few.cuh"

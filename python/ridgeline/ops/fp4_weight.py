@@ -21,6 +21,22 @@ _LOWEST = {torch.bfloat16: -126, torch.float32: -126, torch.float16: -23}
 _HIGHEST = 1
 
 
+# The bits of a word of nibbles that go elsewhere together: how far left, and a mask of where from.
+_MOVES = (
+    (6, 0x00070007),
+    (12, 0x00080008),
+    (8, 0x00700070),
+    (14, 0x00000080),
+    (-18, 0x00800000),
+    (-8, 0x07000700),
+    (-2, 0x38003800),
+    (-10, 0x40004000),
+    (4, 0x00008000),
+    (-28, 0x80000000),
+)
+_MOVES_BACK = tuple((-left, mask << left if left > 0 else mask >> -left) for left, mask in _MOVES)
+
+
 @dataclass(frozen=True)
 class Fp4Experts:
     """Weights ``[experts, N, K]`` in 4-bit floats (e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their
@@ -28,7 +44,7 @@ class Fp4Experts:
 
     Attributes:
         packed: int32 ``[experts, ceil(N / 16), ceil(K / 64), 32, 4]``, one layout for every device
-            (``Int4Layout`` in ``csrc/kernels/gemm.h``) of codes: a sign, two bits of exponent, one
+            (``Fp4Layout`` in ``csrc/kernels/gemm.h``) of codes: a sign, two bits of exponent, one
             of mantissa. Rows and columns beyond the matrix have code 0.
         scales: ``[experts, K / 32, N]``, powers of two from 2^-126 to 2; the dtype of the output:
             bfloat16, on the CPU float16 (from 2^-23 on) and float32 too.
@@ -79,7 +95,7 @@ class Fp4Experts:
             no_zeros = ((words & 0x77) != 0).any(-1)
             biased = torch.where(no_zeros, scales[e], _BIAS)
             _expect_exponents(biased, _LOWEST[dtype])
-            packed[e] = pack_nibbles(codes, 0)
+            packed[e] = _moved(pack_nibbles(codes, 0), _MOVES)
             powers[e] = (biased.int() << _MANTISSA).view(torch.float32).t()
         return cls(packed, powers, N, K)
 
@@ -91,10 +107,20 @@ class Fp4Experts:
         table = torch.cat((table, -table))
         values = torch.empty(shape, dtype=scales.dtype, device=scales.device)
         for e, packed in enumerate(self.packed):
-            codes = unpack_nibbles(packed)[: self.N, : self.K]
+            codes = unpack_nibbles(_moved(packed, _MOVES_BACK))[: self.N, : self.K]
             of_columns = scales[e].float().repeat_interleave(FP4_GROUP, 0)[: self.K]
             values[e] = table[codes.int()] * of_columns.t()
         return values
+
+
+def _moved(words: Tensor, moves: tuple[tuple[int, int], ...]) -> Tensor:
+    """Words of int32, whose bits move."""
+    wide = words.long() & 0xFFFFFFFF
+    moved = torch.zeros_like(wide)
+    for left, mask in moves:
+        bits = wide & mask
+        moved |= bits << left if left > 0 else bits >> -left
+    return moved.int()
 
 
 def _expect(ok: bool, message: str) -> None:
