@@ -30,6 +30,9 @@ def path(mean: int, format: str = "dense", K: int = 2048, **options: Any) -> str
         (5 * 128, 128, 2048, "fp8_fp8_blocks", "strips", "many"),
         (2 * 128, 128, 768, "fp8_fp8_blocks", "strips", "many"),  # three chunks
         (2 * 8, 8, 14336, "fp8_fp8_blocks", "strips", "many"),
+        (6 * 128, 128, 2048, "fp4", "strips", "some"),
+        (3 * 8, 8, 14336, "fp4", "strips", "some"),  # five rows fit
+        (16, 128, 768, "fp4", "strips", "some"),  # two chunks of 512 columns
         (2 * 128, 128, 2048, "int4", "digits", "some"),
         (64, 128, 768, "int4", "digits", "some"),  # two chunks of 512 columns: half a row
         (2, 4, 1536, "int4", "digits", "some"),
@@ -77,7 +80,7 @@ def test_other_gpus_and_activations_meet_tiles_of_mma(format: str) -> None:
         choice = choice_of_experts(8, EXPERTS, 1536, 2048, format, **options)
         assert choice["path"] == "tile" and choice["x"] == "in_place"
         assert choice["expands_x"] == format.startswith("fp8_fp8")
-    few = {"int4": "digits", "fp4": "some"}.get(format, "strips")
+    few = {"int4": "digits"}.get(format, "strips")
     assert path(1, format, activation="silu_mul") == few
 
 

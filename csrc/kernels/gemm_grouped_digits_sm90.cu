@@ -178,21 +178,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
 /// Boxes of 16 columns of what int4 has a group of: [experts, groups, N].
 CUtensorMap scales_map(const void* data, int bytes, const GroupedGemmParams& params, int groups) {
   const GemmParams& p = params.gemm;
-  const auto u64 = [](auto v) { return static_cast<cuuint64_t>(v); };
-  const cuuint64_t sizes[] = {u64(p.N), u64(ceil_div(p.K, p.weight.group)), u64(params.experts), 1};
-  const cuuint64_t strides[] = {u64(p.N * bytes), u64(params.stride_scales * bytes),
-                                u64(params.stride_scales * bytes * params.experts)};
-  const cuuint32_t box[] = {kStripRows, static_cast<cuuint32_t>(groups), 1, 1};
-  const cuuint32_t ones[] = {1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = device::tensor_map_encoder()(
-      &map, bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 4,
-      const_cast<void*>(data), sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  check(result == CUDA_SUCCESS, "grouped_linear: cuTensorMapEncodeTiled refused scales, code ",
-        static_cast<int>(result));
-  return map;
+  return experts_map(data, bytes, {p.N, ceil_div(p.K, p.weight.group), params.experts},
+                     {p.N * bytes, params.stride_scales * bytes}, {kStripRows, groups});
 }
 
 template <class T, int kSpan>

@@ -36,24 +36,34 @@ constexpr int rows_beside(std::int64_t rings, std::int64_t most, Bytes bytes) {
   return rows;
 }
 
-// ---- Dense and fp8 ------------------------------------------------------------------------------
+// ---- Dense, fp8 and fp4 ------------------------------------------------------------------------
 
 constexpr int kStripTokens = 8;  // rows of x that a strip meets at a time
 constexpr int kStripsFixedBytes = 640;
-constexpr int kStripsStageBytes = kRings * 4096;
 constexpr int kFewStages = 2;    // of a ring: fp8 768 x 2048, one token, 6.7 us, with three 7.2
 constexpr int kPieceCols = 256;  // of a row of x that a warp stages at a time, 8 a lane
 constexpr int kBoxesOfChunk = 2;  // that is of fp8: of as many columns as blocks that have scales
 
 /// Columns of a strip that a warp takes at a time.
 constexpr int strips_chunk_cols(WeightFormat format) {
-  return format == WeightFormat::kFp8 ? 256 : 128;
+  return format == WeightFormat::kFp4 ? 512 : format == WeightFormat::kFp8 ? 256 : 128;
+}
+
+/// Of a warp's ring: a chunk, and fp4's scales behind it.
+constexpr int strips_stage_bytes(WeightFormat format) {
+  if (format != WeightFormat::kFp4) return 4096;
+  const int cols = strips_chunk_cols(format);
+  return gemm_config::kStripRows * (cols / 2 + cols / kFp4Group * 2);
+}
+constexpr int strips_rings_bytes(WeightFormat format, int stages) {
+  return kRings * stages * strips_stage_bytes(format);
 }
 
 /// Bytes of a row of x in shared memory. Rows start in different banks: 16 bytes apart for
 /// ldmatrix, 32 for two words a thread.
 constexpr int strips_pitch(int K, WeightFormat format) {
-  return round_up(K, kPieceCols) * 2 + (format == WeightFormat::kFp8 ? 32 : 16);
+  return round_up(round_up(K, strips_chunk_cols(format)), kPieceCols) * 2 +
+         (format == WeightFormat::kFp8 ? 32 : 16);
 }
 
 /// Whether x is e4m3 with a scale for each 128 columns.
@@ -64,7 +74,7 @@ constexpr bool has_groups(const Shape& shape) {
 
 /// Of a block, beside its rings.
 constexpr std::int64_t strips_bytes(const Shape& shape, int row_tile) {
-  const bool units = expands(shape.format, shape.x_dtype == DType::kFloat8E4M3);
+  const bool units = shape.format == WeightFormat::kFp8 && shape.x_dtype != DType::kFloat8E4M3;
   const int factors = has_groups(shape) ? kBoxesOfChunk : units ? 1 : 0;
   const int chunks = ceil_div(shape.K, strips_chunk_cols(shape.format));
   const std::int64_t row = strips_pitch(shape.K, shape.format) + factors * chunks * 4;
@@ -73,34 +83,40 @@ constexpr std::int64_t strips_bytes(const Shape& shape, int row_tile) {
 }
 
 constexpr int strips_rows(const Shape& shape) {
-  return rows_beside(kFewStages * kStripsStageBytes,
+  return rows_beside(strips_rings_bytes(shape.format, kFewStages),
                      std::min<std::int64_t>(shape.M, kStripTokens),
                      [&](int rows) { return strips_bytes(shape, rows); });
 }
 
-/// Rows an expert in the mean, at most: three fewer than a strip meets at a time, for the weights
+/// Rows, at most: an expert, in the mean, three fewer than a strip meets at a time, for the weights
 /// of an expert that has more go by twice. H200, lab, by turns, us, by tiles and so: 80 and 96
 /// tokens of 8 of 128 experts of 768 x 2048 fp8 by bf16 60.9 61.2 and 59.5 66.8, bf16 97.1 99.0
 /// and 96.5 112; 12 and 16 of 2 of 8 experts of 14336 x 4096, of which five rows fit, 118 120 and
 /// 111 138. Fp8 by fp8 needs no expansion: 32 and 48 tokens of 768 x 2048 45.1 51.3 and 43.6 52.6.
 /// By scales of columns: 64 and 80 tokens of 2048 x 1536 104.5 105.0 and 98.3 102.2, 48 and 64 of
-/// 768 x 2048 53.1 54.6 and 53.6 59.8, 16 and 20 of 4096 x 28672 225 250 and 218 235.
-constexpr int most_mean_rows_of_strips(Shape shape) {
-  constexpr int kFewest = 2, kFewChunks = 4;
+/// 768 x 2048 53.1 54.6 and 53.6 59.8, 16 and 20 of 4096 x 28672 225 250 and 218 235. Tiles of fp4
+/// expand more: 192 and 224 tokens of 4 of 128 experts of 5760 x 2880 546 542 and 400 438, of 2880
+/// x 2880 221 224 and 211 240, 12 and 16 of 2 of 8 of 14336 x 4096, of which five rows fit, 83 87 and 74 90;
+/// but of few chunks 1 and 4 of 8 of 128 experts of 768 x 2048 8.1 13.3 and 6.4 14.4.
+constexpr std::int64_t most_rows_of_strips(Shape shape) {
+  constexpr std::int64_t kFewest = 2, kFewChunks = 4;
   const bool few_chunks = ceil_div(shape.K, strips_chunk_cols(shape.format)) < kFewChunks;
-  if (shape.x_dtype == DType::kFloat8E4M3 && (!has_groups(shape) || few_chunks)) return kFewest;
+  if (shape.x_dtype == DType::kFloat8E4M3 && (!has_groups(shape) || few_chunks))
+    return kFewest * shape.experts;
+  const bool fp4 = shape.format == WeightFormat::kFp4;
+  if (fp4 && few_chunks) return ceil_div(shape.experts, 8);
   shape.M = std::max<std::int64_t>(shape.M, kStripTokens);
-  return std::max(strips_rows(shape) - 3, kFewest);
+  return std::max<std::int64_t>(strips_rows(shape) - (fp4 ? 2 : 3), kFewest) * shape.experts;
 }
 
 constexpr bool is_for_strips(const Shape& shape) {
   const bool codes_by_blocks =
       shape.x_dtype == DType::kFloat8E4M3 && shape.scale_layout == ScaleLayout::kBlock;
   if (codes_by_blocks && !has_groups(shape)) return false;
-  return !has_nibbles(shape.format) && !shape.batch_invariant &&
-         shape.M <= std::int64_t{most_mean_rows_of_strips(shape)} * shape.experts &&
+  return shape.format != WeightFormat::kInt4 && !shape.batch_invariant &&
+         shape.M <= most_rows_of_strips(shape) &&
          shape.N % (gemm_config::kStripRows * (is_gated(shape.activation) ? 2 : 1)) == 0 &&
-         strips_bytes(shape, strips_rows(shape)) + kFewStages * kStripsStageBytes <=
+         strips_bytes(shape, strips_rows(shape)) + strips_rings_bytes(shape.format, kFewStages) <=
              kMostBytes;
 }
 

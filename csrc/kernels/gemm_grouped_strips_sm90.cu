@@ -21,11 +21,12 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     grouped_strips_kernel(const __grid_constant__ GroupedStripsParams params) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   constexpr bool kFp8 = kFormat == WeightFormat::kFp8, kGroups = kFp8X && kBlocks;
+  constexpr int kCols = strips_chunk_cols(kFormat), kStageBytes = strips_stage_bytes(kFormat);
   constexpr int kFactors = gemm_grouped::kFactors<T, E, kFp8X, kGroups>;
   extern __shared__ __align__(1024) char memory[];
   const StripLaunch& launch = params.launch;
   const int warp = device::warp_index(), lane = threadIdx.x % 32, row_tile = launch.row_tile;
-  const int ring_bytes = params.stages * kChunkBytes;
+  const int ring_bytes = params.stages * kStageBytes;
   char* ring = memory + warp * ring_bytes;
   auto& shared = *reinterpret_cast<GroupedStripsShared*>(memory + kWarps * ring_bytes);
   float* sums_at = reinterpret_cast<float*>(&shared + 1);
@@ -49,11 +50,10 @@ __global__ void __launch_bounds__(kStripThreads, 1)
   const LaneRows lane_rows(launch.grouped, lane);
   StripWalk walk(launch, lists + warp * launch.listed, lane);
   if (warp >= kWarps + kFinishers) {
-    if (lane != 0) return;
     const std::uint64_t policy = ptx::evict_first();
     const auto request = [&](const ChunkSteps& at, int to, int stage, int parity) {
       ptx::mbarrier_wait(&shared.free[to][stage], parity);
-      request_chunk<kFormat>(params, at, memory + to * ring_bytes + stage * kChunkBytes,
+      request_chunk<kFormat>(params, at, memory + to * ring_bytes + stage * kStageBytes,
                              &shared.full[to][stage], policy);
     };
     return request_chunks(walk, warp - kWarps - kFinishers, params.stages, request);
@@ -72,8 +72,8 @@ __global__ void __launch_bounds__(kStripThreads, 1)
         const int staging = walk.rows_together();
         staged = rows.first;
         staged_end = staged + staging;
-        stage_rows<T, E, kFp8X, kGroups>(params, lane_rows.from(walk, lane), staging, warp, x,
-                                         factors);
+        stage_rows<T, E, kFormat, kFp8X, kGroups>(params, lane_rows.from(walk, lane), staging, warp,
+                                                  x, factors);
         ptx::named_barrier_sync(2, kThreads);  // x is whole
       }
       // For ldmatrix the row of x that a thread addresses, for fp8 its own columns of a row. Rows
@@ -91,10 +91,10 @@ __global__ void __launch_bounds__(kStripThreads, 1)
     }
     float* mine = sums_of(sums_at, launch, strip) + warp * each;
     const int row = walk.weight_row();
-    Sums<E> whole;  // dense
+    Sums<E> whole;  // dense and fp4
     float sums[4] = {};
     for (; chunk < launch.chunks; chunk += kWarps) {
-      const char* weight = ring + stage * kChunkBytes;
+      const char* weight = ring + stage * kStageBytes;
       float of_x[2][std::max(kFactors, 1)];
       if constexpr (kFactors > 0)
 #pragma unroll
@@ -107,13 +107,15 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       ptx::mbarrier_wait(&shared.full[warp][stage], parity);
       if constexpr (kFp8) {
         Sums<E> parts[kBoxes];
-        multiply_fp8<E>(weight, x_lane, chunk * kChunkCols<kFormat> * 2, parts, lane);
+        multiply_fp8<E>(weight, x_lane, chunk * kCols * 2, parts, lane);
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box)
 #pragma unroll
           for (int i = 0; i < 4; ++i)
             sums[i] += (kFactors > 0 ? of_x[i % 2][kGroups ? box : 0] : 1.0f) *
                        (kBlocks ? of_box[box] : 1.0f) * parts[box].get(i);
+      } else if constexpr (kFormat == WeightFormat::kFp4) {
+        multiply_fp4(weight, x_lane, chunk * kCols * 2, whole, lane);
       } else {
 #pragma unroll
         for (int box = 0; box < kBoxes; ++box)
@@ -145,24 +147,15 @@ __global__ void __launch_bounds__(kStripThreads, 1)
 // ---- Launch -------------------------------------------------------------------------------------
 
 template <WeightFormat kFormat>
-CUtensorMap strips_map(const GroupedGemmParams& params) {
+CUtensorMap weight_map(const GroupedGemmParams& params) {
   const GemmParams& p = params.gemm;
-  constexpr bool kFp8 = kFormat == WeightFormat::kFp8;
-  constexpr int kBytes = kFp8 ? 1 : 2;
-  const auto u64 = [](auto v) { return static_cast<cuuint64_t>(v); };
-  const cuuint64_t sizes[] = {u64(p.K), u64(p.N), u64(params.experts), 1};
-  const cuuint64_t strides[] = {u64(p.weight.stride_row * kBytes), u64(params.stride_expert),
-                                u64(params.stride_expert)};
-  const cuuint32_t box[] = {kBoxCols<kFormat>, kStripRows, 1, 1};
-  const cuuint32_t ones[] = {1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = device::tensor_map_encoder()(
-      &map, kFp8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 4,
-      const_cast<void*>(p.weight.data), sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, kPromotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  check(result == CUDA_SUCCESS, "grouped_linear: cuTensorMapEncodeTiled refused the weight, code ",
-        static_cast<int>(result));
-  return map;
+  if constexpr (kFormat == WeightFormat::kFp4)
+    return experts_map(p.weight.scales, 2, {p.N, p.K / kFp4Group, params.experts},
+                       {p.N * 2, params.stride_scales * 2}, {kStripRows, kFp4Groups});
+  constexpr int kBytes = kFormat == WeightFormat::kFp8 ? 1 : 2;
+  return experts_map(p.weight.data, kBytes, {p.K, p.N, params.experts},
+                     {p.weight.stride_row * kBytes, params.stride_expert},
+                     {kBoxCols<kFormat>, kStripRows}, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
 /// Bytes of 16-bit weights that few rows touch, up to which rings of two stages are faster.
@@ -173,31 +166,38 @@ constexpr std::int64_t kFewBytes = std::int64_t{40} << 20;
 int stages_of(const GroupedGemmParams& params, const Choice& choice) {
   const GemmParams& p = params.gemm;
   const std::int64_t touched = std::min<std::int64_t>(p.M, params.experts) * params.stride_expert;
-  const bool few = p.weight.format == WeightFormat::kFp8 || touched <= kFewBytes;
+  const bool few = p.weight.format != WeightFormat::kDense || touched <= kFewBytes;
   return std::min(few ? kFewStages : kRingStages,
-                  (kMostBytes - choice.shared_bytes) / kStripsStageBytes);
+                  (kMostBytes - choice.shared_bytes) / strips_rings_bytes(p.weight.format, 1));
 }
 
 template <class T, class E, WeightFormat kFormat, bool kFp8X, bool kBlocks>
 void launch(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const GemmParams& p = params.gemm;
-  const int pieces = ceil_div(p.K, kPieceCols), stages = stages_of(params, choice);
+  constexpr int kCols = strips_chunk_cols(kFormat);
+  const int pieces = ceil_div(round_up(p.K, kCols), kPieceCols), stages = stages_of(params, choice);
   const GroupedStripsParams launched{
-      .launch = strip_launch(params, choice, kChunkCols<kFormat>),
-      .weight = strips_map<kFormat>(params),
+      .launch = strip_launch(params, choice, kCols),
+      .weight = weight_map<kFormat>(params),
       .pitch = strips_pitch(p.K, kFormat),
       .pieces = pieces,
       .stages = stages,
+      .strip_bytes = ceil_div(p.K, Int4Layout::kCols) * Int4Layout::kWords * 4,
       .by_pieces = device::Divisor::of(pieces)};
   constexpr auto kKernel = grouped_strips_kernel<T, E, kFormat, kFp8X, kBlocks>;
   device::launch_chained<kKernel>(dim3(device::multiprocessors()), dim3(kStripThreads),
-                                  choice.shared_bytes + stages * kStripsStageBytes, stream,
+                                  choice.shared_bytes + strips_rings_bytes(kFormat, stages), stream,
                                   launched, "grouped_linear: strips");
 }
 
 template <class T>
 void launch_strips_of(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   const GemmParams& p = params.gemm;
+  if (p.weight.format == WeightFormat::kFp4) {  // its op takes bfloat16 alone
+    if constexpr (std::is_same_v<T, __nv_bfloat16>)
+      launch<T, T, WeightFormat::kFp4, false, false>(params, choice, stream);
+    return;
+  }
   if (p.weight.format == WeightFormat::kDense)
     return launch<T, T, WeightFormat::kDense, false, false>(params, choice, stream);
   const bool blocks = p.weight.scale_layout == ScaleLayout::kBlock;

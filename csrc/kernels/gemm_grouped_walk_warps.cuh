@@ -1,6 +1,9 @@
 #pragma once
+#include <array>
+
 #include "device/properties.cuh"
 #include "device/ptx/mbarrier.cuh"
+#include "device/tensor_map.cuh"
 #include "kernels/gemm_grouped_walk.cuh"
 
 /// What the warps do, beside those that multiply, of kernels that stream strips of experts: those
@@ -16,6 +19,7 @@ struct ChunkSteps {
   const RowTile* tile;
   int left;          // chunks of the block's from this one on
   int strip, chunk;  // of the tile, of the strip
+  int expert;        // of the tile
   int apart, strips_apart, chunks_apart;
 
   __device__ ChunkSteps(const StripWalk& walk, int first, int apart)
@@ -24,6 +28,7 @@ struct ChunkSteps {
         left(walk.strips * launch.chunks - first),
         strip(walk.item * launch.paired),
         chunk(0),
+        expert(tile->expert),
         apart(apart),
         strips_apart(launch.by_chunks.divide(apart)),
         chunks_apart(apart - strips_apart * launch.chunks) {
@@ -43,11 +48,11 @@ struct ChunkSteps {
       ++strip;
     }
     const int of_tile = launch.items * launch.paired;
-    for (; strip >= of_tile; strip -= of_tile) ++tile;
+    for (; strip >= of_tile; strip -= of_tile) expert = (++tile)->expert;
   }
   __device__ int weight_row() const {
-    const bool up = launch.paired == 2 && strip % 2 == 1;
-    return (strip >> (launch.paired - 1)) * kStripRows + (up ? launch.grouped.gemm.N / 2 : 0);
+    const int up = strip & (launch.paired - 1);
+    return (strip >> (launch.paired - 1)) * kStripRows + up * (launch.grouped.gemm.N / 2);
   }
 };
 
@@ -98,6 +103,28 @@ struct SumBarriers {
 /// 2048 7.7 and 7.1.
 inline bool all_wait(int chunks, int paired) {
   return chunks < kWarps && (kWarps % chunks != 0 || kWarps / chunks > kFinishers * paired);
+}
+
+/// Boxes of [experts, rows, columns] of elements of 1 or 2 bytes; `sizes` and `box` from the columns
+/// on, strides of rows and of experts in bytes.
+inline CUtensorMap experts_map(const void* data, int bytes, std::array<std::int64_t, 3> sizes,
+                               std::array<std::int64_t, 2> strides, std::array<int, 2> box,
+                               CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE) {
+  const auto u64 = [](auto v) { return static_cast<cuuint64_t>(v); };
+  const cuuint64_t of[] = {u64(sizes[0]), u64(sizes[1]), u64(sizes[2]), 1};
+  const cuuint64_t apart[] = {u64(strides[0]), u64(strides[1]), u64(strides[1] * sizes[2])};
+  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box[0]), static_cast<cuuint32_t>(box[1]), 1,
+                              1};
+  const cuuint32_t ones[] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = device::tensor_map_encoder()(
+      &map, bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 4,
+      const_cast<void*>(data), of, apart, boxes, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  check(result == CUDA_SUCCESS,
+        "grouped_linear: cuTensorMapEncodeTiled refused weights or scales, code ",
+        static_cast<int>(result));
+  return map;
 }
 
 /// A block an SM; a warp takes so many columns of a strip at a time.

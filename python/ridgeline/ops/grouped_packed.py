@@ -79,7 +79,7 @@ def grouped_fp4_linear(
 
     Products of what ``weight.dequantize()`` gives, to which nothing is rounded. Hopper adds up few
     rows in another order than many: a row's bits depend on how many there are, but with
-    ``batch_invariant``.
+    ``batch_invariant``. There a row of x with a value of 2^64 or more may give infinities or NaN.
 
     Args:
         x: ``[rows of x, K]``, the dtype of ``weight.scales``: bfloat16 (on the CPU float16 and
