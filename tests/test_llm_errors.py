@@ -177,7 +177,7 @@ def test_params_that_do_not_fit_are_refused(llm: LLM, params: Any, error: type, 
         ({"seed": -1}, "seed must be at least 0, got -1"),
         (
             {"quantization": "int3"},
-            "quantization must be one of None, 'int4', 'w4a8', 'fp8', 'int8', 'mxfp4', got 'int3'",
+            "quantization must be one of None, 'int4', 'w4a8', 'fp8', 'int8', got 'int3'",
         ),
         ({"kv_cache_dtype": "int4"}, "kv_cache_dtype must be one of 'auto', 'fp8', 'int8'"),
         ({"load_format": "pickle"}, "load_format must be one of"),

@@ -9,7 +9,7 @@ import torch
 
 from ridgeline.kv_cache import KV_DTYPES, host_memory
 from ridgeline.models.config import DTYPES, ModelConfig
-from ridgeline.models.linear import MXFP4, QUANTIZATIONS
+from ridgeline.models.linear import QUANTIZATIONS
 
 _LOAD_FORMATS = ("auto", "safetensors", "random")
 
@@ -40,7 +40,7 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         check_one_of("dtype", self.dtype, ("auto", *DTYPES))
-        check_one_of("quantization", self.quantization, (None, *QUANTIZATIONS, MXFP4))
+        check_one_of("quantization", self.quantization, (None, *QUANTIZATIONS))
         check_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_DTYPES))
         check_one_of("load_format", self.load_format, _LOAD_FORMATS)
         for name, low in (

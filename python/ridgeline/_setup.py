@@ -17,7 +17,7 @@ from ridgeline._options import EngineOptions
 from ridgeline._quantize.recipe import QuantizedCheckpoint
 from ridgeline._start import Starter
 from ridgeline.core import Core
-from ridgeline.memory import MemoryLine, quantization_of, stored_bytes
+from ridgeline.memory import MemoryLine, stored_bytes
 from ridgeline.models.config import DTYPES, ModelConfig
 from ridgeline.models.gguf import GgufFile, gguf_file
 from ridgeline.models.loader import LoadOptions, load_decoder, random_decoder
@@ -93,20 +93,17 @@ def build(
             "rows: prompts with a token beyond them are refused",
             stacklevel=3,
         )
-    stored, quantization = 0, options.quantization
+    stored = 0
     if gguf is not None:
         stored = gguf.kept_bytes(dtype)
     elif folder is not None:
-        if options.load_format != "random" and device.type == "cuda":
-            memory = torch.cuda.mem_get_info(device)[1]
-            quantization = quantization_of(config, folder, dtype, quantization, memory)
-        stored = stored_bytes(config, folder, dtype, quantization)
+        stored = stored_bytes(config, folder, dtype, options.quantization)
     starter = Starter(config, options, device, dtype, max_model_len, stored)
     load = LoadOptions(
         device=device,
         dtype=dtype,
         max_model_len=max_model_len,
-        quantization=quantization,
+        quantization=options.quantization,
         batch_invariant=options.batch_invariant,
         check_weights=options.check_weights,
     )

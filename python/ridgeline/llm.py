@@ -44,7 +44,7 @@ class LLM:
         enable_prefix_caching: keep the blocks of finished requests for prompts that begin alike.
         seed: of the requests without one of their own, of random weights, of the prefix hash.
         quantization: None, "int4", "w4a8" (int4 by fp8), "fp8" or "int8": the layers' matrices,
-            while loading, and but for int4 their inputs, by token; of MXFP4 "mxfp4" or "fp8".
+            while loading, and but for int4 their inputs, by token; of MXFP4 "fp8".
         kv_cache_dtype: "auto" (that of the model), "fp8" or "int8".
         batch_invariant: a request's tokens do not depend on what runs beside it, bit for bit.
         enforce_eager: no CUDA graphs.

@@ -167,25 +167,6 @@ def stored_bytes(
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 
-def quantization_of(
-    config: ModelConfig,
-    folder: Path,
-    dtype: torch.dtype,
-    quantization: str | None,
-    memory: int,
-) -> str | None:
-    """``quantization``, or "fp8" instead of None of MXFP4 experts, if the weights then take half of
-    the GPU's ``memory`` at most: the same values in twice the bytes, of which a few tokens take
-    less time. H200, lab, us, 1, 2 and 4 tokens of top 4 in 128 experts of 2880 x 5760, in 4 and in
-    8 bits: 23.9, 43.4, 62.3 and 18.6, 32.9, 60.2; of 2880 x 2880 25.8, 23.9, 44.0 and 11.7, 18.5,
-    32.4.
-    """
-    stored = config.stored_format
-    if quantization is not None or stored is None or stored.kept_as != "fp4":
-        return quantization
-    return "fp8" if stored_bytes(config, folder, dtype, "fp8") <= memory // 2 else None
-
-
 def weight_bytes(
     config: ModelConfig,
     dtype: torch.dtype,

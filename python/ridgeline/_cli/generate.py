@@ -48,7 +48,7 @@ def add_parser(commands: Any) -> None:
     add("--dtype", default="auto", help="auto, float32, float16 or bfloat16")
     add(
         "--quantization",
-        help="int4, w4a8, fp8 or int8: the weights, while loading; of MXFP4 mxfp4 or fp8",
+        help="int4, w4a8, fp8 or int8: the weights, while loading; of MXFP4 fp8",
         metavar="KIND",
     )
     add("--kv-cache-dtype", default="auto", metavar="KIND", help="auto, fp8 or int8")

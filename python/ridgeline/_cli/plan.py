@@ -9,9 +9,9 @@ from typing import Any
 
 from ridgeline._options import EngineOptions
 from ridgeline.kv_cache import KV_DTYPES, KVCacheLayout
-from ridgeline.memory import plan_memory, quantization_of, stored_bytes
+from ridgeline.memory import plan_memory, stored_bytes
 from ridgeline.models.config import DTYPES, ModelConfig
-from ridgeline.models.linear import MXFP4, QUANTIZATIONS
+from ridgeline.models.linear import QUANTIZATIONS
 from ridgeline.models.loader import check_quantization
 
 _UNITS = {"": 1, "M": 10**6, "G": 10**9, "T": 10**12, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:
     add("--gpu-memory", required=True, metavar="SIZE", type=size, help="80GiB, 141GB")
     add("--gpu-memory-utilization", type=float, default=0.9, metavar="SHARE")
     add("--dtype", default="auto", choices=("auto", *DTYPES))
-    add("--quantization", choices=(*QUANTIZATIONS, MXFP4))
+    add("--quantization", choices=QUANTIZATIONS)
     add("--kv-cache-dtype", default="auto", choices=("auto", *KV_DTYPES))
     add("--block-size", type=int, default=64, metavar="N")
     add("--max-model-len", type=int, metavar="N")
@@ -61,12 +61,11 @@ def run(options: argparse.Namespace) -> None:
     if engine.dtype == "auto" and config.dtype == DTYPES["float32"]:
         dtype = DTYPES["bfloat16"]  # as on a GPU
     context = engine.context(config)
-    quantization = quantization_of(config, folder, dtype, engine.quantization, options.gpu_memory)
     plan = plan_memory(
         config,
         KVCacheLayout.of(config, engine.block_size, engine.kv_cache_dtype, dtype),
         dtype,
-        quantization=quantization,
+        quantization=engine.quantization,
         max_model_len=context,
         max_num_seqs=engine.max_num_seqs,
         max_num_batched_tokens=engine.max_num_batched_tokens,
@@ -74,7 +73,7 @@ def run(options: argparse.Namespace) -> None:
         num_blocks=None,
         on_gpu=True,
         graphs=True,
-        stored_weights=stored_bytes(config, folder, dtype, quantization),
+        stored_weights=stored_bytes(config, folder, dtype, engine.quantization),
     )
     plan.check()
     if any(length > context for length in options.length):

@@ -13,8 +13,6 @@ from ridgeline.models.norms import Codes, RmsNorm
 from ridgeline.ops._out_quant import OutQuant
 
 QUANTIZATIONS = ("int4", "w4a8", "fp8", "int8")
-MXFP4 = "mxfp4"
-"""Instead of these: experts stay in the 4-bit floats that their files have."""
 
 _ADDED = 1 << 22
 """Elements of 128 tiles of an fp8 product: of fewer several blocks may share one, which then cannot

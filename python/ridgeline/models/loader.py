@@ -15,7 +15,7 @@ from ridgeline.models.decoder import Decoder, Layer
 from ridgeline.models.expert_linear import ExpertLinear, make_experts
 from ridgeline.models.experts import Experts
 from ridgeline.models.gguf import GgufCheckpoint, GgufFile
-from ridgeline.models.linear import MXFP4, DenseLinear, Linear, make_linear
+from ridgeline.models.linear import DenseLinear, Linear, make_linear
 from ridgeline.models.norms import LayerNorm, Norm, RmsNorm
 from ridgeline.models.rope import RopeConfig, cos_sin_table
 from ridgeline.models.stored_linear import stored_linear
@@ -32,7 +32,7 @@ class LoadOptions:
     Attributes:
         dtype: of everything that is not quantised.
         quantization: None, "int4", "w4a8", "fp8" or "int8": of the layers' matrices; embedding and
-            head stay. Of a checkpoint that is quantised None, or, of MXFP4, "mxfp4" or "fp8".
+            head stay. Of a checkpoint that is quantised None, or, of MXFP4, "fp8".
         max_model_len: rows of the rotary tables.
         keeps_fp4: experts in 4-bit floats stay so; else they become the same values in e4m3.
         check_weights: refuse NaN and infinity; reads every tensor once more.
@@ -50,9 +50,7 @@ class LoadOptions:
 def check_quantization(quantization: str | None, quantized: bool, kept_as: str | None) -> None:
     """``quantized``: the checkpoint is already. ``kept_as``: of its format. ValueError if it cannot
     be as ``quantization`` says."""
-    if quantization == MXFP4 and kept_as != "fp4":
-        raise ValueError(f"quantization: {MXFP4!r} is for MXFP4 checkpoints, got another")
-    taken = (None, "fp8", MXFP4) if kept_as == "fp4" else (None,)
+    taken = (None, "fp8") if kept_as == "fp4" else (None,)
     if quantized and quantization not in taken:
         raise ValueError(
             f"quantization must be {' or '.join(map(repr, taken))} for a checkpoint that is "
