@@ -95,8 +95,10 @@ class Layer:
         return [self.four_bits(), torch.rand(groups, device=self.bench.device).to(self.dtype)]
 
     def fp4(self) -> list[Tensor]:
-        powers = torch.randint(-8, -3, (self.experts, self.K // FP4_GROUP, self.N))
-        return [self.four_bits(), (2.0**powers).to(self.bench.device, self.dtype)]
+        shape, device = (self.experts, self.N, self.K // FP4_GROUP), self.bench.device
+        exponents = torch.randint(119, 124, shape, dtype=torch.uint8, device=device)
+        codes = torch.randint(0, 256, (*shape, FP4_GROUP // 2), dtype=torch.uint8, device=device)
+        return [ops.Fp4Experts.from_mxfp4(codes, exponents).packed]
 
     def tinygemm(self) -> list[Tensor]:
         shape = (self.experts, self.N, self.K // 2)
@@ -253,16 +255,14 @@ def int4(layer: Layer) -> None:
 def fp4(layer: Layer) -> None:
     """Weights of 4-bit floats, beside weights kept in bf16."""
 
-    def ours(
-        x: Tensor, packed: Tensor, scales: Tensor, offsets: Tensor, rows: Tensor, _: Any
-    ) -> Tensor:
-        weight = ops.Fp4Experts(packed, scales, layer.N, layer.K)
+    def ours(x: Tensor, packed: Tensor, offsets: Tensor, rows: Tensor, _: Any) -> Tensor:
+        weight = ops.Fp4Experts(packed, layer.N, layer.K)
         return ops.grouped_fp4_linear(x, weight, offsets, rows=rows)
 
     weights = {"ridgeline": layer.weights("fp4", layer.fp4)}
     weights["one_by_one_expanded"] = layer.weights("dense", layer.dense)
     calls: dict[str, Callable[..., Tensor]] = {"ridgeline": ours, "one_by_one_expanded": one_by_one}
-    bits = 4 + 8 * layer.dtype.itemsize / FP4_GROUP
+    bits = 4 + 8 / FP4_GROUP
     layer.measure("grouped_fp4_linear", weights, calls, bits, group=FP4_GROUP)
 
 

@@ -85,7 +85,7 @@ def test_weights_quantised_in_their_files_take_what_the_files_do(tmp_path: Path,
     assert float(weights.split()[1]) == 6.0
 
 
-IN_FOUR_BITS, IN_EIGHT = 0.5 + 2 / 32, 1
+IN_FOUR_BITS, IN_EIGHT = 0.5 + 1 / 32, 1
 
 
 @pytest.mark.parametrize(

@@ -528,9 +528,9 @@ def test_experts_in_four_bit_floats(tmp_path: Path, powers: list[int], kind: typ
     assert len(told) == (kind is DenseExperts)
     experts = decoder.layers[0].experts
     assert isinstance(experts.up, kind) and isinstance(experts.down, kind)
-    if kind is Fp4ExpertLinear:  # half a byte a weight, and of each 32 a scale in float32
+    if kind is Fp4ExpertLinear:  # half a byte a weight, and of each 32 an exponent
         up = experts.up.weight
-        assert tensor_bytes([up]) == 3 * up.N * up.K * (0.5 + 4 / 32)
+        assert tensor_bytes([up]) == 3 * up.N * up.K * (0.5 + 1 / 32)
         wide = load(tmp_path, quantization="fp8")
         assert isinstance(wide.layers[0].experts.up, DenseExperts if powers else Fp8ExpertLinear)
         assert isinstance(wide.layers[0].qkv, DenseLinear)

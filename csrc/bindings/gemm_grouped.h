@@ -20,7 +20,7 @@ struct GroupedOptions {
 struct GroupedWeight {
   std::int64_t experts, N, K;
   std::int64_t stride_expert;  // bytes
-  std::int64_t stride_scales;  // elements
+  std::int64_t stride_scales = 0;  // elements
   GemmWeight first;
 };
 
@@ -242,32 +242,30 @@ std::tuple<Tensor, Tensor> grouped_fp8_linear_quant(
   return run_quantized_grouped(on, x, params);
 }
 
-/// Four-bit weights in Int4Layout, with a scale for each group of columns.
-template <class Backend>
-GroupedWeight packed_experts(const Tensor& x, const Tensor& packed, const Tensor& scales,
-                             WeightFormat format, std::int64_t N, std::int64_t K,
-                             std::int64_t group, const std::string& activation) {
-  expect_quantized_dtype<Backend>(dtype_of(scales, "weight.scales"), "weight.scales");
+/// Weights of 4 bits, less scales that are not in their blocks.
+inline GroupedWeight packed_experts(const Tensor& x, const Tensor& packed, WeightFormat format,
+                                    std::int64_t N, std::int64_t K,
+                                    const std::string& activation) {
   check(N >= 0 && K >= 0, "weight: expected N, K >= 0, got ", N, ", ", K);
   const int strip = is_gated(activation_of(activation)) ? 32 : 16;
   check(N % strip == 0, "weight: expected rows divisible by ", strip, ", got ", N);
-  const std::int64_t strips = N / Int4Layout::kRows, groups = ceil_div(K, group);
+  const std::int64_t strips = N / Int4Layout::kRows;
   const std::int64_t blocks = ceil_div<std::int64_t>(K, Int4Layout::kCols);
-  Expect(packed, "weight.packed").dim(5).dtype(DType::kInt32).on_device_of(x, "x").contiguous();
-  Expect(packed, "weight.packed").aligned(16);
+  const bool fp4 = format == WeightFormat::kFp4;
+  const Expect expect(packed, "weight.packed");
+  expect.dim(fp4 ? 4 : 5).dtype(fp4 ? DType::kUInt8 : DType::kInt32).on_device_of(x, "x");
+  expect.contiguous().aligned(16);
   const std::int64_t experts = packed.size(0);
-  Expect(packed, "weight.packed").shape({experts, strips, blocks, 32, 4});
-  Expect(scales, "weight.scales").on_device_of(x, "x").shape({experts, groups, N}).contiguous();
-  constexpr std::int64_t kBlockBytes = Int4Layout::kWords * 4;
+  if (fp4) {
+    expect.shape({experts, strips, blocks, Fp4Layout::kBytes});
+  } else {
+    expect.shape({experts, strips, blocks, 32, 4});
+  }
   return {.experts = experts,
           .N = N,
           .K = K,
-          .stride_expert = strips * blocks * kBlockBytes,
-          .stride_scales = groups * N,
-          .first = {.format = format,
-                    .data = packed.data_ptr(),
-                    .scales = scales.data_ptr(),
-                    .group = checked_int32(group, "weight.group")}};
+          .stride_expert = strips * blocks * block_bytes_of(format),
+          .first = {.format = format, .data = packed.data_ptr()}};
 }
 
 template <class Backend>
@@ -279,11 +277,18 @@ Tensor grouped_int4_linear(const Tensor& x, const Tensor& packed, const Tensor& 
   const Backend on(x, "x");
   check(group > 0 && (group % 32 == 0 || group >= K),
         "weight.group: expected a multiple of 32, or K = ", K, ", got ", group);
+  expect_quantized_dtype<Backend>(dtype_of(scales, "weight.scales"), "weight.scales");
   GroupedWeight weight =
-      packed_experts<Backend>(x, packed, scales, WeightFormat::kInt4, N, K, group, activation);
+      packed_experts(x, packed, WeightFormat::kInt4, N, K, activation);
+  const std::int64_t groups = ceil_div(K, group);
+  Expect(scales, "weight.scales").on_device_of(x, "x").shape({weight.experts, groups, N});
+  Expect(scales, "weight.scales").contiguous();
+  weight.stride_scales = groups * N;
+  weight.first.scales = scales.data_ptr();
+  weight.first.group = checked_int32(group, "weight.group");
   if (zeros) {
     Expect(*zeros, "weight.zeros").dtype(DType::kUInt8).on_device_of(x, "x").contiguous();
-    Expect(*zeros, "weight.zeros").shape({weight.experts, ceil_div(K, group), N});
+    Expect(*zeros, "weight.zeros").shape({weight.experts, groups, N});
     weight.first.zeros = static_cast<const std::uint8_t*>(zeros->data_ptr());
   }
   GroupedGemmParams params =
@@ -293,18 +298,21 @@ Tensor grouped_int4_linear(const Tensor& x, const Tensor& packed, const Tensor& 
 }
 
 template <class Backend>
-Tensor grouped_fp4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
-                          const Tensor& offsets, std::int64_t N, std::int64_t K,
-                          const OptionalTensor& rows, const OptionalTensor& bias,
-                          const std::string& activation, bool batch_invariant) {
+Tensor grouped_fp4_linear(const Tensor& x, const Tensor& packed, const Tensor& offsets,
+                          std::int64_t N, std::int64_t K, const OptionalTensor& rows,
+                          const OptionalTensor& bias, const std::string& activation,
+                          bool batch_invariant) {
   const Backend on(x, "x");
-  // Float16 lacks most powers of two that scales are.
-  if constexpr (Backend::kIsCuda) Expect(scales, "weight.scales").dtype(DType::kBFloat16);
+  const DType dtype = dtype_of(x, "x");
+  // Float16 lacks most powers of two that weights have.
+  check(dtype == DType::kBFloat16 || (!Backend::kIsCuda && dtype == DType::kFloat32),
+        "x: expected dtype bfloat16", Backend::kIsCuda ? "" : " or float32", ", got ",
+        name_of(dtype));
+  check(K % kFp4Group == 0, "weight: expected columns divisible by ", kFp4Group, ", got ", K);
   const GroupedWeight weight =
-      packed_experts<Backend>(x, packed, scales, WeightFormat::kFp4, N, K, kFp4Group, activation);
+      packed_experts(x, packed, WeightFormat::kFp4, N, K, activation);
   GroupedGemmParams params =
-      grouped_params(x, dtype_of(scales, "weight.scales"), {}, weight,
-                     {offsets, rows, bias, activation, batch_invariant});
+      grouped_params(x, dtype, {}, weight, {offsets, rows, bias, activation, batch_invariant});
   return run_grouped(on, x, params);
 }
 

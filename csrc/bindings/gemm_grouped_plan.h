@@ -46,7 +46,7 @@ inline std::string grouped_plan(std::int64_t M, std::int64_t experts, std::int64
                        : WeightFormat::kFp8,
       .scale_layout = blocks ? ScaleLayout::kBlock : ScaleLayout::kRow,
       .x_group = codes && blocks ? kScaleBlock : 0,
-      .group = fp4 ? kFp4Group : checked_int32(group, "group"),
+      .group = fp4 ? 0 : checked_int32(group, "group"),
       .has_zeros = zeros && !fp4,
       .activation = activation_of(activation),
       .gathers = gathered,

@@ -103,7 +103,7 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "int N, int K, int group, Tensor? rows, Tensor? bias, str activation, bool batch_invariant) "
       "-> Tensor");
   m.def(
-      "grouped_fp4_linear(Tensor x, Tensor packed, Tensor scales, Tensor offsets, int N, int K, "
+      "grouped_fp4_linear(Tensor x, Tensor packed, Tensor offsets, int N, int K, "
       "Tensor? rows, Tensor? bias, str activation, bool batch_invariant) -> Tensor");
   m.def(
       "route_experts(Tensor logits, int per_token, bool normalized) "

@@ -4,10 +4,9 @@
 /// Weights of Fp4Layout as bfloat16 operands of mma.
 namespace ridgeline::device {
 
-/// A power of two from 2^-126 to 2, times 2^126.
-__device__ __forceinline__ Pair<__nv_bfloat16> fp4_factor(__nv_bfloat16 scale) {
-  constexpr std::uint32_t kPower = 126 << 7;
-  return as_pair<__nv_bfloat16>((__bfloat16_as_ushort(scale) + kPower) * 0x10001u);
+/// The power of two of an exponent of Fp4Layout, times 2^126.
+__device__ __forceinline__ Pair<__nv_bfloat16> fp4_factor(std::uint8_t exponent) {
+  return as_pair<__nv_bfloat16>((exponent + 126u) * 0x00800080u);
 }
 
 /// Two codes of e2m1 of each word of Fp4Layout, among the lowest exponents of bfloat16: a code's bits
@@ -42,16 +41,18 @@ struct Fp4Turns {
 __device__ __forceinline__ std::uint32_t fp4_operand(std::uint32_t pair) {
   return as_bits(__hmul2(as_pair<__nv_bfloat16>(pair), as_pair<__nv_bfloat16>(0x5f805f80u)));
 }
-/// What makes products of such sums: the scale times 2^(126 - 64).
-__device__ __forceinline__ float fp4_sum_scale(__nv_bfloat16 scale) {
-  return __uint_as_float(__bfloat16_as_ushort(scale) * 0x10000u + (62u << 23));
+/// What makes products of such sums: the power of two of an exponent, times 2^(126 - 64).
+__device__ __forceinline__ float fp4_sum_scale(std::uint8_t exponent) {
+  return __uint_as_float((exponent + 62u) << 23);
 }
 
-/// Expands words of Fp4Layout, of two rows with a scale each.
+/// Expands words of Fp4Layout, of two rows with an exponent each.
 struct Fp4Rows {
   Pair<__nv_bfloat16> factor[2];
 
-  __device__ __forceinline__ void set(int r, __nv_bfloat16 scale) { factor[r] = fp4_factor(scale); }
+  __device__ __forceinline__ void set(int r, std::uint8_t exponent) {
+    factor[r] = fp4_factor(exponent);
+  }
   __device__ __forceinline__ std::uint32_t expand(std::uint32_t word, int i, bool high) const {
     return Fp4Turns(high).expand(word, i / 2 == 1, factor[i % 2]);
   }

@@ -15,12 +15,12 @@ enum class WeightFormat : std::uint8_t {
   kInt4,   // Int4Layout below
   kFp8,    // [N, K] e4m3
   kInt8,   // [N, K] int8, of an int8 x alone: sums are exact in int32
-  kFp4,    // Fp4Layout below: kFp4Group columns have a power of two; experts alone
+  kFp4,    // Fp4Layout below, experts alone
 };
 
-constexpr int kFp4Group = 32;
+constexpr int kFp4Group = 32;  // columns that share a power of two
 
-/// Whether weights lie in Int4Layout or in Fp4Layout, which has its blocks.
+/// Whether weights have codes of 4 bits, in Int4Layout or in Fp4Layout.
 constexpr bool has_nibbles(WeightFormat format) {
   return format == WeightFormat::kInt4 || format == WeightFormat::kFp4;
 }
@@ -52,27 +52,39 @@ struct Int4Layout {
   static constexpr int kSymmetricZero = 8;
 };
 
-/// The fp4 layout: the same blocks, words, and order of what a word has: eight codes of e2m1, which
-/// are a sign, two bits of exponent and one of mantissa. But each code lies so that a rotation of
-/// the word puts it among the lowest exponents of a bfloat16, to which its value is another power
-/// of two: in a half of the word, code j of the eight, or j + 4, has
+/// The fp4 layout: the same order of blocks, of their words, and of what a word has: eight codes of
+/// e2m1, which are a sign, two bits of exponent and one of mantissa. But each code lies so that a
+/// rotation of the word puts it among the lowest exponents of a bfloat16, to which its value is
+/// another power of two: in a half of the word, code j of the eight, or j + 4, has
 ///   j        0   1   2   3
 ///   sign    15   5*  9   3*    * in the other half
 ///   exponent 8   14  2   4
 ///            7   13  1   11
 ///   mantissa 6   12  0   10
 /// and turned right by 0, 6, 26 and, but for the bit in 4, which 28 brings, 4 is in bits 15, 8, 7
-/// and 6. The padding is zero.
+/// and 6. Behind the words of a block are the exponents of its 16 rows for its first 32 columns, and
+/// for the others, plus kBias: from -126 to 1, 2^126 times which is finite in bfloat16. Codes of the
+/// padding are zero.
+struct Fp4Layout {
+  static constexpr int kCodeBytes = Int4Layout::kWords * 4;
+  static constexpr int kBytes = kCodeBytes + 2 * Int4Layout::kRows;  // of a block
+  static constexpr int kBias = 127;
+};
+
+/// Bytes of a block of weights of 4 bits.
+constexpr int block_bytes_of(WeightFormat format) {
+  return format == WeightFormat::kFp4 ? Fp4Layout::kBytes : Fp4Layout::kCodeBytes;
+}
 
 /// The weight matrix [N, K]. Int4: value = (q - zero) * scale, rounded to the output's dtype.
 struct GemmWeight {
   WeightFormat format = WeightFormat::kDense;
   const void* data = nullptr;
   std::int64_t stride_row = 0;                // elements; unused by kInt4
-  const void* scales = nullptr;         // kInt4, kFp4: [groups, N] as the output; else float32
+  const void* scales = nullptr;         // kInt4: [groups, N] as the output; else float32
   ScaleLayout scale_layout = ScaleLayout::kTensor;  // of kFp8 and kInt8
   const std::uint8_t* zeros = nullptr;        // kInt4: [groups, N], or null: 8
-  std::int32_t group = 0;  // columns a scale covers: of kInt4 32 i, or K; of kFp4 kFp4Group
+  std::int32_t group = 0;  // columns a scale of kInt4 covers: 32 i, or K
 
   /// Whether products are multiplied by a scale of their weight row, or of all.
   constexpr bool scales_products() const {

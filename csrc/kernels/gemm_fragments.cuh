@@ -26,8 +26,9 @@ constexpr int kRowBytes = kBlockCols * 2;  // of x and of a dense weight
 constexpr int kChunks = kRowBytes / 16;
 
 /// Of a strip's block. int4: two halves of 16 scales, then of 16 zero points; fp8: one float32.
+/// fp4's are in the block.
 template <WeightFormat kFormat>
-constexpr int kScaleBytes = has_nibbles(kFormat) ? 96 : 16;
+constexpr int kScaleBytes = kFormat == WeightFormat::kInt4 ? 96 : 16;
 
 struct Lane {
   int index, quad, in_quad;  // g = index / 4, t = index % 4
@@ -39,7 +40,8 @@ struct Layout {
   static constexpr bool kDense =
       kFormat == WeightFormat::kDense || kFormat == WeightFormat::kInt8;
   static constexpr bool kNibbles = has_nibbles(kFormat);
-  static constexpr int kWeightBytes = kStripRows * (kDense ? 128 : kNibbles ? 32 : 64);
+  static constexpr int kWeightBytes =
+      kNibbles ? block_bytes_of(kFormat) : kStripRows * (kDense ? 128 : 64);
 
   /// Where a row's 16-byte chunk lies, so that the chunks that eight lanes read together are in
   /// eight different bank groups: rows 2 i and 2 i + 1 differ in the bit that a format's lanes of
@@ -73,9 +75,11 @@ __device__ void copy_strip(char* to, const GemmParams& p, std::int64_t n0, int b
   const char* weight = static_cast<const char*>(p.weight.data);
   if constexpr (L::kNibbles) {
     const std::int64_t blocks = ceil_div(p.K, kBlockCols);
-    const char* from = weight + (n0 / kStripRows * blocks + block) * L::kWeightBytes + lane * 16;
+    const char* from = weight + (n0 / kStripRows * blocks + block) * L::kWeightBytes;
     const bool inside = n0 < p.N;
-    ptx::copy_async_16(to + lane * 16, inside ? from : weight, inside);
+#pragma unroll
+    for (int at = lane * 16; at < L::kWeightBytes; at += 32 * 16)
+      ptx::copy_async_16(to + at, inside ? from + at : weight, inside);
   } else {
     constexpr int kPerRow = L::kWeightBytes / kStripRows / 16;  // chunks
     constexpr int kElement = L::kDense ? 2 : 1;
@@ -95,7 +99,7 @@ __device__ void copy_strip(char* to, const GemmParams& p, std::int64_t n0, int b
 /// a 16-bit float a row each, then the zero points, a byte each. fp8: the float32 of its 128 x 128.
 template <class T, WeightFormat kFormat>
 __device__ void copy_scales(char* to, const GemmParams& p, std::int64_t n0, int block, int lane) {
-  if constexpr (has_nibbles(kFormat)) {
+  if constexpr (kFormat == WeightFormat::kInt4) {
     const int half = lane / 16, row = lane % 16;
     const int column = min(block * kBlockCols + half * 32, p.K - 1);
     const std::int64_t at = static_cast<std::int64_t>(column / p.weight.group) * p.N + n0;
@@ -179,10 +183,12 @@ struct XFragment {
 template <class T, WeightFormat kFormat>
 struct StripFragment {
   std::uint32_t words[2][4];  // dense: of a half, fp8: of the block, for each tile; int4: words[0]
+  const char* exponents;      // fp4
 
   __device__ void load(const char* strip, int half, Lane lane) {
     using L = Layout<kFormat>;
     if (!L::kDense && half != 0) return;  // the first load took the whole block
+    exponents = strip + Fp4Layout::kCodeBytes;
 #pragma unroll
     for (int tile = 0; tile < (L::kNibbles ? 1 : 2); ++tile) {
       const int row = lane.quad + 8 * tile;
@@ -213,15 +219,15 @@ struct StripFragment {
       }
     } else {
       const int row = half * 16 + lane.quad + 8 * tile;
-      const T scale = reinterpret_cast<const T*>(scales)[row];
       const std::uint32_t word = words[0][2 * half + j];
       if constexpr (kFormat == WeightFormat::kFp4) {
-        const auto factor = device::fp4_factor(scale);
+        const auto factor = device::fp4_factor(exponents[row]);
         const device::Fp4Turns turns(tile == 1);
         b[0] = turns.expand(word, false, factor);
         b[1] = turns.expand(word, true, factor);
         return;
       }
+      const T scale = reinterpret_cast<const T*>(scales)[row];
       const std::uint32_t zero =
           has_zeros ? static_cast<std::uint8_t>(scales[64 + row]) : Int4Layout::kSymmetricZero;
       const device::Pair<T> pair{scale, scale}, base = device::int4_zero<T>(zero);

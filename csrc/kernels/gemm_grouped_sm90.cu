@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
   }
   if (threadIdx.x == Tile::kThreads - 1) {
     ptx::prefetch_tensor_map(&launch.weight);
-    if (Tile::kNibbles) ptx::prefetch_tensor_map(&launch.scales);
+    if (Tile::kFormat == WeightFormat::kInt4) ptx::prefetch_tensor_map(&launch.scales);
     if (launch.in_order) ptx::prefetch_tensor_map(&launch.x);
   }
   __syncthreads();               // the barriers are made
@@ -154,7 +154,7 @@ void launch_tiles(const GroupedGemmParams& params, const Choice& choice, Stream 
   }
   launch.gathered |= Tile::kTerms;  // the kernel that splits rows has waited
   launch.in_order = params.rows == nullptr || x == p.workspace;
-  if constexpr (Tile::kNibbles) add_scales<Tile>(launch);
+  if constexpr (Tile::kFormat == WeightFormat::kInt4) add_scales<Tile>(launch);
   const std::int64_t blocks = shape_ring<Tile>(launch);
   launch.joined = Tile::kLaidOut || (Tile::kBoxes > 1 && p.K % Tile::kBoxDepth == 0);
   const int box_rows = box_rows_of<Tile>(launch.row_tile);

@@ -112,8 +112,9 @@ struct Tile {
   // A thread's, of producers and of consumers, where there are several warpgroups of those.
   static constexpr int kFewRegisters = kSome ? 32 : kBlocksPerSm == 2 ? 48 : 40;
   static constexpr int kManyRegisters = kSome ? 112 : kBlocksPerSm == 2 ? 96 : 232;
+  static constexpr int kStripBytes = kBoxes * block_bytes_of(kFormat);  // of 4 bits
   static constexpr int kWeightBytes =
-      kCols * kBoxes * kRowBytes / (!kExpands ? 1 : kNibbles ? 4 : 2);
+      kNibbles ? kCols / 16 * kStripBytes : kCols * kBoxes * kRowBytes / (kExpands ? 2 : 1);
   // Whether those who request find their first tile by themselves: expansion has no registers left,
   // and of many rows bf16 took 554 us for 510 so (H200, 256 tokens, 8 experts of 4096 x 28672).
   static constexpr bool kPlansAhead = kRows <= 32 && !kSome && !kExpands;
@@ -121,7 +122,8 @@ struct Tile {
                                  : kFormat == WeightFormat::kInt4 && kSome
                                      ? device::kInt4Unit<T>
                                      : 1.0f;
-  static constexpr int kWordsEach = kBoxes == 4 ? 2 : 1;  // int4: of 256 elements a box has
+  // Words of 4 bits that an element is, of which a request has 256.
+  static constexpr int kWordsEach = kStripBytes > 1024 ? 2 : 1;
   static constexpr int kScaleBytes = 4 * kCols;  // of a set of int4, whole powers of two
 };
 
@@ -177,7 +179,7 @@ struct Launch {
   bool ordered;   // experts are taken in an order of their own
   unsigned* tiles_taken;  // by all blocks; null: each takes every so-manieth
   Gather gather;  // where tiles are taken
-  int groups;     // scales a stage has of each weight row, up to Tile::kScaleSets; int4
+  int groups = 0;  // scales a stage has of each weight row, up to Tile::kScaleSets; int4
   device::Divisor group;  // columns that share one; int4
   int columns;    // tiles of weight rows
   int steps;      // stages that K makes

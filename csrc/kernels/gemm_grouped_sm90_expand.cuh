@@ -93,7 +93,21 @@ struct Weights {
     return Stage<Tile>(launch, shared, stage).weight();
   }
 
+  /// Of columns [32 group, 32 group + 32) of the stage.
+  __device__ __forceinline__ void load_exponents(int stage, int group) {
+    const bool gated = is_gated(launch.grouped.gemm.activation);
+    const int strip = me.warpgroup * 4 + me.warp;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int of = gated ? strip / 2 * 2 + r : strip, row = 8 * (gated ? strip % 2 : r);
+      scale[r] = device::fp4_factor(weight_of(stage)[of * Tile::kStripBytes +
+                                                     Fp4Layout::kCodeBytes +
+                                                     group * Int4Layout::kRows + row + me.quad]);
+    }
+  }
+
   __device__ __forceinline__ void load_scales(int stage, int group) {
+    if constexpr (Tile::kFp4) return load_exponents(stage, group);
     const auto& scales = Stage<Tile>(launch, shared, stage).scales(group);
     const bool gated = is_gated(launch.grouped.gemm.activation);
     const int row = me.warpgroup * kWarpgroupRows + me.warp * 16;
@@ -101,10 +115,6 @@ struct Weights {
     for (int r = 0; r < 2; ++r) {
       const int c = gated ? row / 2 + me.quad + r * (Tile::kCols / 2) : row + me.quad + r * 8;
       const T value = scales.of[c];
-      if constexpr (Tile::kFp4) {
-        scale[r] = device::fp4_factor(value);
-        continue;
-      }
       scale[r] = device::Pair<T>{value, value};
       zero[r] = device::int4_zero<T>(launch.grouped.gemm.weight.zeros ? scales.zeros[c]
                                                     : Int4Layout::kSymmetricZero);
@@ -120,10 +130,11 @@ struct Weights {
     if constexpr (Tile::kNibbles) {
       const bool gated = is_gated(launch.grouped.gemm.activation);
       const int strip = me.warpgroup * 4 + me.warp;
-      const auto* strips = reinterpret_cast<const uint4*>(weight_of(stage)) + me.lane;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const uint4 v = strips[(gated ? strip / 2 * 2 + r : strip) * device::kWarpSize];
+        const int of = gated ? strip / 2 * 2 + r : strip;
+        const uint4 v = *reinterpret_cast<const uint4*>(
+            weight_of(stage) + of * Tile::kStripBytes + me.lane * 16);
         const int shift = Tile::kFp4 ? 0 : 4 * (gated ? strip % 2 : r);
         words[r][0] = v.x >> shift;
         words[r][1] = v.y >> shift;
@@ -138,7 +149,7 @@ struct Weights {
   __device__ __forceinline__ void expand(Fragment& to, int stage, int step) {
     const int first = me.warpgroup * kWarpgroupRows + me.warp * 16;
     if constexpr (Tile::kNibbles) {
-      if (step == kSteps / 2 && launch.groups == 2) load_scales(stage, 1);
+      if (step == kSteps / 2 && (Tile::kFp4 || launch.groups == 2)) load_scales(stage, 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const std::uint32_t word = words[i % 2][step];

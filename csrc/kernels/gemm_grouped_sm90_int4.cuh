@@ -18,19 +18,22 @@ using BoxFragments = Fragment[kSteps];  // 64 columns of K
 template <class Tile>
 struct Int4Lane {
   using T = typename Tile::T;
-  static constexpr int kStripBytes = Tile::kBoxes * Int4Layout::kWords * 4;
+  static constexpr int kBlockBytes = block_bytes_of(Tile::kFormat);
 
   bool zeros;
   bool high;      // gated: the rows of the strips from the eighth on
   int words;      // bytes from a stage's weight to those of the first row
   int columns;    // of a set of scales: the first row's
+  int exponents;  // fp4: bytes from a stage's weight to that of the first row
 
   __device__ __forceinline__ Int4Lane(const Launch& launch, const Consumer& me) {
     zeros = launch.grouped.gemm.weight.zeros != nullptr;
     const int strip = me.warpgroup * 4 + me.warp;
     high = strip % 2 == 1;
-    words = (Tile::kWay.gated ? strip / 2 * 2 : strip) * kStripBytes + me.lane * 16;
+    words = (Tile::kWay.gated ? strip / 2 * 2 : strip) * Tile::kStripBytes + me.lane * 16;
     columns = strip * (Tile::kWay.gated ? 8 : 16) + me.quad;
+    exponents = words - me.lane * 16 + Fp4Layout::kCodeBytes + me.quad +
+                (Tile::kWay.gated && high ? 8 : 0);
   }
 
   __device__ __forceinline__ bool is_high(int r) const { return Tile::kWay.gated ? high : r == 1; }
@@ -43,9 +46,16 @@ struct Int4Lane {
     Words to;
 #pragma unroll
     for (int r = 0; r < (Tile::kWay.gated ? 2 : 1); ++r)
-      to.of[r] = *reinterpret_cast<const uint4*>(stage.weight() + words + r * kStripBytes +
-                                                 box * Int4Layout::kWords * 4);
+      to.of[r] = *reinterpret_cast<const uint4*>(stage.weight() + words +
+                                                 r * Tile::kStripBytes + box * kBlockBytes);
     return to;
+  }
+
+  /// Fp4: of a half of a box.
+  __device__ __forceinline__ std::uint8_t exponent_of(const Stage<Tile>& stage, int half,
+                                                      int r) const {
+    return stage.weight()[exponents + r * (Tile::kWay.gated ? Tile::kStripBytes : 8) +
+                          half / 2 * kBlockBytes + half % 2 * Int4Layout::kRows];
   }
 
   __device__ __forceinline__ T scale_of(const Stage<Tile>& stage, int set, int r) const {
@@ -65,7 +75,7 @@ struct Int4Lane {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       if constexpr (Tile::kFp4) {
-        rows.set(r, scale_of(stage, set, r));
+        rows.set(r, exponent_of(stage, set, r));
       } else {
         rows.set(r, scale_of(stage, set, r), zero_of(stage, set, r), is_high(r));
       }
@@ -221,7 +231,7 @@ __device__ __forceinline__ void multiply_scaled(const StageWalk<Tile>& walk,
   using T = typename Tile::T;
   constexpr int kN = Tile::kRows;
   constexpr bool kAny = Int4Lane<Tile>::kAny;
-  const int per_box = walk.launch.groups == 1 ? 0 : 2, per_half = per_box / 2;
+  const int per_box = !Tile::kFp4 && walk.launch.groups == 1 ? 0 : 2, per_half = per_box / 2;
   BoxFragments a[2];
   int last = -1;  // stage whose product still runs
 #pragma unroll 1

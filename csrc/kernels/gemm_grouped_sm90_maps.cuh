@@ -15,14 +15,15 @@ CUtensorMap weight_map(const GroupedGemmParams& params) {
   const auto u64 = [](auto v) { return static_cast<cuuint64_t>(v); };
   const cuuint32_t ones[5] = {1, 1, 1, 1, 1};
   if constexpr (Tile::kNibbles) {
-    const std::int64_t words = std::int64_t{ceil_div(p.K, Int4Layout::kCols)} * Int4Layout::kWords;
-    const std::int64_t strip = words * 4, strips = ceil_div(p.N, 16);
+    const std::int64_t strips = ceil_div(p.N, 16);
+    const std::int64_t strip =
+        std::int64_t{ceil_div(p.K, Int4Layout::kCols)} * block_bytes_of(Tile::kFormat);
     constexpr int kEach = Tile::kWordsEach;
-    const cuuint64_t sizes[] = {u64(words / kEach), 2, u64(ceil_div(p.N, 32)),
+    const cuuint64_t sizes[] = {u64(strip / (4 * kEach)), 2, u64(ceil_div(p.N, 32)),
                                 u64(params.experts)};
     const cuuint64_t strides[] = {u64(gated ? strips / 2 * strip : strip),
                                   u64(gated ? strip : 2 * strip), u64(strips * strip)};
-    const cuuint32_t box[] = {Tile::kBoxes * Int4Layout::kWords / kEach, 2, Tile::kCols / 32, 1};
+    const cuuint32_t box[] = {Tile::kStripBytes / (4 * kEach), 2, Tile::kCols / 32, 1};
     result = device::tensor_map_encoder()(
         &map, kEach == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT64 : CU_TENSOR_MAP_DATA_TYPE_UINT32, 4,
         const_cast<void*>(p.weight.data), sizes, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -50,7 +51,7 @@ CUtensorMap weight_map(const GroupedGemmParams& params) {
   return map;
 }
 
-/// Boxes of the scales and zero points of a tile's weight rows.
+/// Boxes of int4's scales and zero points of a tile's weight rows.
 template <class Tile>
 void add_scales(Launch& launch) {
   const GroupedGemmParams& params = launch.grouped;

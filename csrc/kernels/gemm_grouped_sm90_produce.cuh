@@ -32,7 +32,7 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
   if (kWeight && Tile::kNibbles) bytes += launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2);
   ptx::mbarrier_expect(full, bytes);
   if constexpr (kWeight && Tile::kNibbles) {
-    const int words = k * Tile::kBoxes * Int4Layout::kWords / Tile::kWordsEach;
+    const int words = k * (Tile::kStripBytes / (4 * Tile::kWordsEach));
     const int strips = item.column * (Tile::kCols / 32);
     if constexpr (Tile::kReadsOnce) {
       ptx::copy_tensor_4d(to.weight(), &launch.weight, full, words, 0, strips, item.expert,

@@ -49,11 +49,11 @@ constexpr int strips_chunk_cols(WeightFormat format) {
   return format == WeightFormat::kFp4 ? 512 : format == WeightFormat::kFp8 ? 256 : 128;
 }
 
-/// Of a warp's ring: a chunk, and fp4's scales behind it.
+/// Of a warp's ring.
 constexpr int strips_stage_bytes(WeightFormat format) {
-  if (format != WeightFormat::kFp4) return 4096;
-  const int cols = strips_chunk_cols(format);
-  return gemm_config::kStripRows * (cols / 2 + cols / kFp4Group * 2);
+  return format == WeightFormat::kFp4
+             ? strips_chunk_cols(format) / Int4Layout::kCols * Fp4Layout::kBytes
+             : 4096;
 }
 constexpr int strips_rings_bytes(WeightFormat format, int stages) {
   return kRings * stages * strips_stage_bytes(format);

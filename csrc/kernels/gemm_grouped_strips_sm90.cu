@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "device/properties.cuh"
+#include "device/ptx/copy_order.cuh"
 #include "device/ptx/grid_dependency.cuh"
 #include "device/ptx/warpgroup.cuh"
 
@@ -42,7 +43,11 @@ __global__ void __launch_bounds__(kStripThreads, 1)
       ptx::mbarrier_init(&shared.full[warp][i], 1);
       ptx::mbarrier_init(&shared.free[warp][i], 1);
     }
-    ptx::prefetch_tensor_map(&params.weight);
+    if (kFormat != WeightFormat::kFp4) ptx::prefetch_tensor_map(&params.weight);
+  }
+  if (kFormat == WeightFormat::kFp4 && warp < kWarps) {
+    clear_exponents(ring, params.stages, lane);
+    ptx::fence_copies();
   }
   ptx::fence_mbarrier_init();
   __syncthreads();               // the barriers are made
@@ -149,9 +154,7 @@ __global__ void __launch_bounds__(kStripThreads, 1)
 template <WeightFormat kFormat>
 CUtensorMap weight_map(const GroupedGemmParams& params) {
   const GemmParams& p = params.gemm;
-  if constexpr (kFormat == WeightFormat::kFp4)
-    return experts_map(p.weight.scales, 2, {p.N, p.K / kFp4Group, params.experts},
-                       {p.N * 2, params.stride_scales * 2}, {kStripRows, kFp4Groups});
+  if constexpr (kFormat == WeightFormat::kFp4) return {};
   constexpr int kBytes = kFormat == WeightFormat::kFp8 ? 1 : 2;
   return experts_map(p.weight.data, kBytes, {p.K, p.N, params.experts},
                      {p.weight.stride_row * kBytes, params.stride_expert},
@@ -182,7 +185,7 @@ void launch(const GroupedGemmParams& params, const Choice& choice, Stream stream
       .pitch = strips_pitch(p.K, kFormat),
       .pieces = pieces,
       .stages = stages,
-      .strip_bytes = ceil_div(p.K, Int4Layout::kCols) * Int4Layout::kWords * 4,
+      .strip_bytes = ceil_div(p.K, Int4Layout::kCols) * Fp4Layout::kBytes,
       .by_pieces = device::Divisor::of(pieces)};
   constexpr auto kKernel = grouped_strips_kernel<T, E, kFormat, kFp8X, kBlocks>;
   device::launch_chained<kKernel>(dim3(device::multiprocessors()), dim3(kStripThreads),

@@ -16,7 +16,7 @@ constexpr int kRingStages = 4;  // of a warp, at most
 
 struct GroupedStripsParams {
   StripLaunch launch;
-  CUtensorMap weight;   // [experts, N, K]; of fp4 its scales, [experts, groups, N]
+  CUtensorMap weight;        // [experts, N, K]; not of fp4
   std::int32_t pitch;        // bytes of a row of x in shared memory
   std::int32_t pieces;       // of a row of x
   std::int32_t stages;       // of a warp's ring
@@ -35,14 +35,10 @@ struct alignas(128) GroupedStripsShared {
 };
 static_assert(sizeof(GroupedStripsShared) == kStripsFixedBytes);
 static_assert(kTokens == kStripTokens);
-constexpr int kFp4Cols = strips_chunk_cols(WeightFormat::kFp4), kFp4Groups = kFp4Cols / kFp4Group;
-constexpr int kFp4Bytes = kFp4Cols * kStripRows / 2;         // of a chunk, ...
-constexpr int kFp4ScaleBytes = kFp4Groups * kStripRows * 2;  // ... of the scales behind it
 static_assert(kPieceCols == kChunkCols<WeightFormat::kFp8> && kBoxes == kBoxesOfChunk);
 static_assert(kChunkCols<WeightFormat::kFp8> == strips_chunk_cols(WeightFormat::kFp8));
 static_assert(kChunkCols<WeightFormat::kDense> == strips_chunk_cols(WeightFormat::kDense));
 static_assert(strips_stage_bytes(WeightFormat::kDense) == kChunkBytes);
-static_assert(strips_stage_bytes(WeightFormat::kFp4) == kFp4Bytes + kFp4ScaleBytes);
 
 // ---- Phases -------------------------------------------------------------------------------------
 
@@ -54,14 +50,13 @@ __device__ __forceinline__ void request_chunk(const GroupedStripsParams& params,
   const int row = at.weight_row(), expert = at.expert;
   if constexpr (kFormat == WeightFormat::kFp4) {
     const GroupedGemmParams& p = params.launch.grouped;
-    const int first = at.chunk * kFp4Bytes, bytes = min(kFp4Bytes, params.strip_bytes - first);
+    constexpr int kBytes = strips_stage_bytes(kFormat);
+    const int first = at.chunk * kBytes, bytes = min(kBytes, params.strip_bytes - first);
     const char* strip = static_cast<const char*>(p.gemm.weight.data) + expert * p.stride_expert +
                         std::int64_t{static_cast<unsigned>(row) / kStripRows} * params.strip_bytes;
     if (!ptx::elect_one()) return;
-    ptx::mbarrier_expect(full, bytes + kFp4ScaleBytes);
+    ptx::mbarrier_expect(full, bytes);
     ptx::copy_bulk(to, strip + first, bytes, full, policy);
-    ptx::copy_tensor_4d(to + kFp4Bytes, &params.weight, full, row, at.chunk * kFp4Groups, expert,
-                        0, policy);
   } else {
     if (!ptx::elect_one()) return;
     ptx::mbarrier_expect(full, kChunkBytes);
@@ -72,15 +67,26 @@ __device__ __forceinline__ void request_chunk(const GroupedStripsParams& params,
   }
 }
 
+constexpr int kFp4Blocks = strips_chunk_cols(WeightFormat::kFp4) / Int4Layout::kCols;
+
+/// Where a strip ends within a chunk, its last blocks are what the ring held before: zeros of x meet
+/// it, so it has to be finite, and exponents of zero are.
+__device__ __forceinline__ void clear_exponents(char* ring, int stages, int lane) {
+  for (int i = lane; i < stages * kFp4Blocks * 2; i += device::kWarpSize)
+    *reinterpret_cast<uint4*>(ring + i / 2 * Fp4Layout::kBytes + Fp4Layout::kCodeBytes +
+                              i % 2 * kStripRows) = {};
+}
+
 /// A chunk of fp4 from byte `at` of a row of x. Codes meet x as they are, and the sums of a group its
 /// scale: 5% less time at 8 tokens of top 4 in 128 experts of 5760 x 2880 than by weights (H200,
 /// lab); in chunks of 256 columns, which balance better, 21% more.
 __device__ __forceinline__ void multiply_fp4(const char* weight, const char* x, int at,
                                              Sums<__nv_bfloat16>& sums, int lane) {
-  const auto* scales = reinterpret_cast<const __nv_bfloat16*>(weight + kFp4Bytes) + lane / 4;
 #pragma unroll
-  for (int block = 0; block < kFp4Cols / Int4Layout::kCols; ++block) {
-    const uint4 raw = reinterpret_cast<const uint4*>(weight)[block * 32 + lane];
+  for (int block = 0; block < kFp4Blocks; ++block) {
+    const char* codes = weight + block * Fp4Layout::kBytes;
+    const char* exponents = codes + Fp4Layout::kCodeBytes + lane / 4;
+    const uint4 raw = reinterpret_cast<const uint4*>(codes)[lane];
     const std::uint32_t words[2][2] = {{raw.x, raw.y}, {raw.z, raw.w}};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -88,7 +94,7 @@ __device__ __forceinline__ void multiply_fp4(const char* weight, const char* x, 
       float scale[2];
 #pragma unroll
       for (int r = 0; r < 2; ++r)
-        scale[r] = device::fp4_sum_scale(scales[group * kStripRows + r * 8]);
+        scale[r] = device::fp4_sum_scale(exponents[half * kStripRows + r * 8]);
       float part[4] = {};
       std::uint32_t b[4];
       ptx::ldmatrix(b, x + at + group * kFp4Group * 2);

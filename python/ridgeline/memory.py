@@ -194,7 +194,7 @@ def _stored(
     if quantization in ("fp8", "int8"):
         return count + 4 * shape[0]
     if quantization == "fp4":
-        return count // 2 + count // FP4_GROUP * dtype.itemsize
+        return count // 2 + count // FP4_GROUP
     return count // 2 + count // int4_group(shape[1]) * dtype.itemsize
 
 

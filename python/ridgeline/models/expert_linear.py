@@ -254,9 +254,7 @@ def _fp4(weight: Fp4Codes, experts: int, dtype: torch.dtype) -> ops.Fp4Experts |
     if dtype == torch.float16 or blocks.shape[1] % 32 != 0:
         return None
     try:
-        return ops.Fp4Experts.from_mxfp4(
-            blocks, weight.exponents.unflatten(0, (experts, -1)), dtype
-        )
+        return ops.Fp4Experts.from_mxfp4(blocks, weight.exponents.unflatten(0, (experts, -1)))
     except ValueError:  # exponents that the ops do not take
         return None
 

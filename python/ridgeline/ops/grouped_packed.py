@@ -82,15 +82,14 @@ def grouped_fp4_linear(
     ``batch_invariant``. There a row of x with a value of 2^64 or more may give infinities or NaN.
 
     Args:
-        x: ``[rows of x, K]``, the dtype of ``weight.scales``: bfloat16 (on the CPU float16 and
-            float32 too); last dimension contiguous. On CUDA K is divisible by 8.
+        x: ``[rows of x, K]``, bfloat16 (on the CPU float32 too); last dimension contiguous.
         weight: N divisible by 16, gated by 32.
         offsets, rows, bias, activation: as in :func:`grouped_linear`.
         batch_invariant: a row's bits depend on nothing but itself and its expert; few rows are
             slower on Hopper then.
 
     Returns:
-        A new tensor ``[S, N]`` (gated: ``[S, N / 2]``), dtype of the scales.
+        A new tensor ``[S, N]`` (gated: ``[S, N / 2]``), dtype of x.
 
     Raises:
         ValueError: dtype, device or shape differ from the above; the message names the argument.
@@ -103,7 +102,6 @@ def grouped_fp4_linear(
     out = _ops.grouped_fp4_linear(
         x,
         weight.packed,
-        weight.scales,
         offsets,
         weight.N,
         weight.K,
@@ -112,7 +110,7 @@ def grouped_fp4_linear(
         activation or "none",
         batch_invariant,
     )
-    return inference_only(out, "grouped_fp4_linear", x, weight.scales, bias)
+    return inference_only(out, "grouped_fp4_linear", x, bias)
 
 
 @register_fake("grouped_int4_linear")
@@ -137,7 +135,6 @@ def _(
 def _(
     x: Tensor,
     packed: Tensor,
-    scales: Tensor,
     offsets: Tensor,
     N: int,
     K: int,
@@ -146,7 +143,7 @@ def _(
     activation: str,
     batch_invariant: bool,
 ) -> Tensor:
-    return output_like(x, rows, N, activation, scales.dtype)
+    return output_like(x, rows, N, activation, x.dtype)
 
 
 @cost_of("grouped_int4_linear")
@@ -175,7 +172,7 @@ def _(
     activation: str | None = None,
     **_unused: object,
 ) -> Cost:
-    parts = (weight.packed, weight.scales)
+    parts = (weight.packed,)
     return _cost(x, weight, parts, (offsets, rows, bias), activation)
 
 
@@ -188,5 +185,5 @@ def _cost(
 ) -> Cost:
     experts = len(weight.packed)
     of_one = nbytes(*parts) / max(experts, 1)
-    shape, element = (weight.N, weight.K), weight.scales.element_size()
+    shape, element = (weight.N, weight.K), x.element_size()
     return grouped_cost(x, experts, of_one, shape, element, others, activation, "bf16")
