@@ -49,7 +49,7 @@ __device__ __forceinline__ void request_chunk(const GroupedDigitsParams& params,
                                               std::uint64_t policy) {
   const DigitsParams& digits = params.digits;
   constexpr int kBytes = kChunkBlocks * 512;
-  const int row = at.weight_row(), expert = at.expert, first = at.chunk * kBytes;
+  const int row = at.weight_row(), expert = at.tile->expert, first = at.chunk * kBytes;
   const int bytes = min(kBytes, params.strip_bytes - first);
   ptx::mbarrier_expect(full, bytes + params.scale_bytes);
   ptx::copy_bulk(to, strip_of(params, expert, row) + first, bytes, full, policy);

@@ -47,7 +47,7 @@ template <WeightFormat kFormat>
 __device__ __forceinline__ void request_chunk(const GroupedStripsParams& params,
                                               const ChunkSteps& at, char* to, std::uint64_t* full,
                                               std::uint64_t policy) {
-  const int row = at.weight_row(), expert = at.expert;
+  const int row = at.weight_row(), expert = at.tile->expert;
   if constexpr (kFormat == WeightFormat::kFp4) {
     const GroupedGemmParams& p = params.launch.grouped;
     constexpr int kBytes = strips_stage_bytes(kFormat);

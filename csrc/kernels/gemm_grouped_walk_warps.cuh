@@ -19,7 +19,6 @@ struct ChunkSteps {
   const RowTile* tile;
   int left;          // chunks of the block's from this one on
   int strip, chunk;  // of the tile, of the strip
-  int expert;        // of the tile
   int apart, strips_apart, chunks_apart;
 
   __device__ ChunkSteps(const StripWalk& walk, int first, int apart)
@@ -28,7 +27,6 @@ struct ChunkSteps {
         left(walk.strips * launch.chunks - first),
         strip(walk.item * launch.paired),
         chunk(0),
-        expert(tile->expert),
         apart(apart),
         strips_apart(launch.by_chunks.divide(apart)),
         chunks_apart(apart - strips_apart * launch.chunks) {
@@ -48,11 +46,11 @@ struct ChunkSteps {
       ++strip;
     }
     const int of_tile = launch.items * launch.paired;
-    for (; strip >= of_tile; strip -= of_tile) expert = (++tile)->expert;
+    for (; strip >= of_tile; strip -= of_tile) ++tile;
   }
   __device__ int weight_row() const {
-    const int up = strip & (launch.paired - 1);
-    return (strip >> (launch.paired - 1)) * kStripRows + up * (launch.grouped.gemm.N / 2);
+    const bool up = launch.paired == 2 && strip % 2 == 1;
+    return (strip >> (launch.paired - 1)) * kStripRows + (up ? launch.grouped.gemm.N / 2 : 0);
   }
 };
 
