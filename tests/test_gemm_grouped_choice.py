@@ -32,7 +32,7 @@ def path(mean: int, format: str = "dense", K: int = 2048, **options: Any) -> str
         (2 * 8, 8, 14336, "fp8_fp8_blocks", "strips", "many"),
         (6 * 128, 128, 2048, "fp4", "strips", "some"),
         (3 * 8, 8, 14336, "fp4", "strips", "some"),  # five rows fit
-        (16, 128, 768, "fp4", "strips", "some"),  # two chunks of 512 columns
+        (24, 128, 768, "fp4", "strips", "some"),  # two chunks of 512 columns
         (2 * 128, 128, 2048, "int4", "digits", "some"),
         (64, 128, 768, "int4", "digits", "some"),  # two chunks of 512 columns: half a row
         (2, 4, 1536, "int4", "digits", "some"),

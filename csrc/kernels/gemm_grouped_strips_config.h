@@ -97,14 +97,14 @@ constexpr int strips_rows(const Shape& shape) {
 /// 768 x 2048 53.1 54.6 and 53.6 59.8, 16 and 20 of 4096 x 28672 225 250 and 218 235. Tiles of fp4
 /// expand more: 192 and 224 tokens of 4 of 128 experts of 5760 x 2880 546 542 and 400 438, of 2880
 /// x 2880 221 224 and 211 240, 12 and 16 of 2 of 8 of 14336 x 4096, of which five rows fit, 83 87 and 74 90;
-/// but of few chunks 1 and 4 of 8 of 128 experts of 768 x 2048 8.1 13.3 and 6.4 14.4.
+/// but of few chunks 1, 3 and 4 of 8 of 128 experts of 768 x 2048 7.9 12.7 13.0 and 6.1 11.8 14.1.
 constexpr std::int64_t most_rows_of_strips(Shape shape) {
-  constexpr std::int64_t kFewest = 2, kFewChunks = 4;
+  constexpr std::int64_t kFewest = 2, kFewChunks = 4, kMostOfFewChunks = 24;
   const bool few_chunks = ceil_div(shape.K, strips_chunk_cols(shape.format)) < kFewChunks;
   if (shape.x_dtype == DType::kFloat8E4M3 && (!has_groups(shape) || few_chunks))
     return kFewest * shape.experts;
   const bool fp4 = shape.format == WeightFormat::kFp4;
-  if (fp4 && few_chunks) return ceil_div(shape.experts, 8);
+  if (fp4 && few_chunks) return kMostOfFewChunks;
   shape.M = std::max<std::int64_t>(shape.M, kStripTokens);
   return std::max<std::int64_t>(strips_rows(shape) - (fp4 ? 2 : 3), kFewest) * shape.experts;
 }
