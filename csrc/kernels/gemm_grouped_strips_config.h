@@ -95,9 +95,10 @@ constexpr int strips_rows(const Shape& shape) {
 /// 111 138. Fp8 by fp8 needs no expansion: 32 and 48 tokens of 768 x 2048 45.1 51.3 and 43.6 52.6.
 /// By scales of columns: 64 and 80 tokens of 2048 x 1536 104.5 105.0 and 98.3 102.2, 48 and 64 of
 /// 768 x 2048 53.1 54.6 and 53.6 59.8, 16 and 20 of 4096 x 28672 225 250 and 218 235. Tiles of fp4
-/// expand more: 192 and 224 tokens of 4 of 128 experts of 5760 x 2880 546 542 and 400 438, of 2880
-/// x 2880 221 224 and 211 240, 12 and 16 of 2 of 8 of 14336 x 4096, of which five rows fit, 83 87 and 74 90;
-/// but of few chunks 1, 3 and 4 of 8 of 128 experts of 768 x 2048 7.9 12.7 13.0 and 6.1 11.8 14.1.
+/// expand more: 192 and 224 tokens of 4 of 128 experts of 5760 x 2880 476 467 and 392 440, 176 and
+/// 192 of 2880 x 2880 210 199 and 191 213, 12 and 16 of 2 of 8 of 14336 x 4096, of which five rows
+/// fit, 77 77 and 67 77; but of few chunks 1, 3 and 4 of 8 of 128 experts of 768 x 2048 7.9 12.7
+/// 13.0 and 6.1 11.8 14.1.
 constexpr std::int64_t most_rows_of_strips(Shape shape) {
   constexpr std::int64_t kFewest = 2, kFewChunks = 4, kMostOfFewChunks = 24;
   const bool few_chunks = ceil_div(shape.K, strips_chunk_cols(shape.format)) < kFewChunks;
