@@ -9,9 +9,9 @@ __device__ __forceinline__ Pair<__nv_bfloat16> fp4_factor(std::uint8_t exponent)
   return as_pair<__nv_bfloat16>((exponent + 126u) * 0x00800080u);
 }
 
-/// Two codes of e2m1 of each word of Fp4Layout, among the lowest exponents of bfloat16: a code's bits
-/// are there its value times 2^-126, subnormals too. Where it is known which row, three of a word's
-/// four pairs take a mask and a shift at most.
+/// Pairs of codes of a word of Fp4Layout among the lowest exponents of bfloat16, where the bits of
+/// a code are its value times 2^-126, subnormals too. Where the compiler knows the row, three of a
+/// word's four pairs take a mask and a shift at most.
 struct Fp4Turns {
   unsigned near, far, top;  // of columns 2 t; of 2 t + 8, and of one bit of their exponents
 

@@ -62,9 +62,9 @@ struct Int4Layout {
 ///            7   13  1   11
 ///   mantissa 6   12  0   10
 /// and turned right by 0, 6, 26 and, but for the bit in 4, which 28 brings, 4 is in bits 15, 8, 7
-/// and 6. Behind the words of a block are the exponents of its 16 rows for its first 32 columns, and
-/// for the others, plus kBias: from -126 to 1, 2^126 times which is finite in bfloat16. Codes of the
-/// padding are zero.
+/// and 6. Behind the words of a block are exponents, plus kBias: of its 16 rows for the first 32
+/// columns, then for the others. They are from -126 to 1: 2^126 times such a power is finite in
+/// bfloat16. Codes of the padding are zero.
 struct Fp4Layout {
   static constexpr int kCodeBytes = Int4Layout::kWords * 4;
   static constexpr int kBytes = kCodeBytes + 2 * Int4Layout::kRows;  // of a block

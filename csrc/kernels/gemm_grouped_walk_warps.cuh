@@ -103,8 +103,8 @@ inline bool all_wait(int chunks, int paired) {
   return chunks < kWarps && (kWarps % chunks != 0 || kWarps / chunks > kFinishers * paired);
 }
 
-/// Boxes of [experts, rows, columns] of elements of 1 or 2 bytes; `sizes` and `box` from the columns
-/// on, strides of rows and of experts in bytes.
+/// Boxes of [experts, rows, columns], elements of 1 or 2 bytes. `sizes` and `box`: from the columns
+/// on. `strides`: bytes, of rows and of experts.
 inline CUtensorMap experts_map(const void* data, int bytes, std::array<std::int64_t, 3> sizes,
                                std::array<std::int64_t, 2> strides, std::array<int, 2> box,
                                CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE) {
