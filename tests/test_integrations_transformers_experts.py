@@ -347,11 +347,46 @@ def test_optimize_takes_experts_and_gives_them_back(tiny: PreTrainedModel):
 def test_optimize_leaves_all_experts_where_one_cannot_be_served(qwen: PreTrainedModel):
     before = qwen.config._experts_implementation
     experts = dict(transformers_experts.experts_of(qwen))
-    next(reversed(experts.values())).is_transposed = True
+    next(reversed(experts.values())).num_experts = 1024
     done = ridgeline.optimize_(qwen)
     left = {name: reason for name, _, reason in done.left}
-    assert left.items() >= dict.fromkeys(experts, "weights of [experts, in, out]").items()
+    assert left.items() >= dict.fromkeys(experts, "1024 experts, more than 1023").items()
     assert qwen.config._experts_implementation == before
+
+
+@pytest.mark.usefixtures("on_the_ops")
+def test_optimize_lays_transposed_weights_out(tmp_path: Path):
+    """gpt-oss's: names, shapes and values stay, and undo() puts them back."""
+    model = make(tmp_path, "gpt_oss", head_dim=32, num_local_experts=4)
+    model.set_experts_implementation("eager")
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    tokens = generate(model)
+    done = ridgeline.optimize_(model)
+    experts = dict(transformers_experts.experts_of(model))
+    assert experts and {(name, "experts function (eager)") for name in experts} <= set(done.swapped)
+    for module in experts.values():
+        for weight in (module.gate_up_proj, module.down_proj):
+            assert weight.transpose(1, 2).is_contiguous() and not weight.is_contiguous()
+    after = model.state_dict()
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    assert torch.equal(generate(model), tokens)
+    done.undo()
+    assert all(module.down_proj.is_contiguous() for module in experts.values())
+    assert torch.equal(generate(model), tokens)
+
+
+@pytest.mark.usefixtures("on_the_ops")
+@pytest.mark.parametrize("device", DEVICES)
+def test_transposed_weights_that_are_laid_out_give_the_same_bits(device: str):
+    plain, transposed = experts_module(device), experts_module(device, is_transposed=True)
+    for name in ("gate_up_proj", "down_proj"):
+        own = getattr(transposed, name)
+        own.data = own.data.transpose(1, 2).contiguous()
+    transformers_experts.lay_out(transposed)
+    given = inputs(plain, 5, device, torch.bfloat16)
+    expected = plain.to(torch.bfloat16)(*given)
+    assert torch.equal(transposed.to(torch.bfloat16)(*given), expected)
 
 
 def test_optimize_finds_experts_that_are_there_already(qwen: PreTrainedModel):

@@ -40,6 +40,7 @@ class Optimized:
     _modules: list[nn.Module] = field(default_factory=list, repr=False)
     _attention: tuple[Stranger, str] | None = field(default=None, repr=False)
     _experts: tuple[Stranger, str] | None = field(default=None, repr=False)
+    _laid_out: list[Stranger] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
         """Gives every module its own forward and its own weights back; twice is once."""
@@ -57,6 +58,12 @@ class Optimized:
             model, implementation = self._experts
             model.set_experts_implementation(implementation)
             self._experts = None
+        if self._laid_out:
+            from ridgeline.integrations.transformers_experts import lay_back
+
+            for experts in self._laid_out:
+                lay_back(experts)
+            self._laid_out.clear()
 
     def __str__(self) -> str:
         swapped = Counter(what for _, what in self.swapped)
@@ -168,7 +175,12 @@ def _take_experts(model: Stranger, done: Optimized, reasons: dict[str, str]) -> 
     """Gives a model of transformers our experts function. It has one for all of its experts: one
     that the ops do not take leaves all."""
     from ridgeline.integrations import transformers as integration
-    from ridgeline.integrations.transformers_experts import experts_of, reason_against
+    from ridgeline.integrations.transformers_experts import (
+        experts_of,
+        is_laid_out,
+        lay_out,
+        reason_against,
+    )
 
     experts: dict[str, Stranger] = dict(experts_of(model))
     if not experts:
@@ -184,5 +196,8 @@ def _take_experts(model: Stranger, done: Optimized, reasons: dict[str, str]) -> 
             reason = "its experts function cannot be set"
     if reason is None:
         done.swapped += [(name, f"experts function ({before})") for name in experts]
+        done._laid_out = [module for module in experts.values() if not is_laid_out(module)]
+        for module in done._laid_out:
+            lay_out(module)
     else:
         reasons |= dict.fromkeys(experts, reason)

@@ -48,9 +48,7 @@ def experts_of(model: nn.Module) -> Iterator[tuple[str, Experts]]:
 
 
 def reason_against(module: Experts) -> str | None:
-    """Why the ops do not run these experts; None where they do."""
-    if module.is_transposed:
-        return "weights of [experts, in, out]"
+    """Why the ops do not run these experts, however they lie; None where they do."""
     up, down = _weights(module)
     floats = _FLOATS.get(up.device.type, ())
     if up.dtype not in floats or down.dtype != up.dtype:
@@ -62,6 +60,24 @@ def reason_against(module: Experts) -> str | None:
     return None
 
 
+def is_laid_out(module: Experts) -> bool:
+    """Whether columns of a weight lie side by side, as the products read them."""
+    return all(weight.stride(-1) == 1 for weight in _weights(module))
+
+
+def lay_out(module: Experts) -> None:
+    """Puts weights of ``[experts, in, out]`` into the order in memory that the products read, in
+    place: their shape and values stay."""
+    for weight in _parameters(module) if module.is_transposed else ():
+        weight.data = weight.data.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def lay_back(module: Experts) -> None:
+    """Undoes :func:`lay_out`."""
+    for weight in _parameters(module) if module.is_transposed else ():
+        weight.data = weight.data.contiguous()
+
+
 def experts_forward(
     module: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
@@ -71,7 +87,8 @@ def experts_forward(
 
     Args:
         module: ``gate_up_proj`` ``[experts, 2 * inner, hidden]`` (``up_proj`` of ``inner`` rows
-            without a gate), ``down_proj`` ``[experts, hidden, inner]``, and what is to be done.
+            without a gate), ``down_proj`` ``[experts, hidden, inner]``, and what is to be done. If
+            it ``is_transposed``, of each matrix the transpose, as :func:`lay_out` leaves it.
         hidden_states: ``[tokens, hidden]``.
         top_k_index: int64 or int32 ``[tokens, per_token]``; ``num_experts`` and more are experts
             of other ranks, which add nothing.
@@ -81,6 +98,8 @@ def experts_forward(
         ``[tokens, hidden]``, dtype of ``hidden_states``.
     """
     reason = reason_against(module)
+    if reason is None and not is_laid_out(module):
+        reason = "weights of [experts, in, out], which ridgeline.optimize_ lays out"
     if reason is not None:
         _say(module, reason)
         return moe.grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
@@ -109,8 +128,14 @@ def fp8_experts_forward(
     return forward(module, hidden_states, top_k_index, top_k_weights)
 
 
-def _weights(module: Experts) -> tuple[Tensor, Tensor]:
+def _parameters(module: Experts) -> tuple[nn.Parameter, nn.Parameter]:
     return module.gate_up_proj if module.has_gate else module.up_proj, module.down_proj
+
+
+def _weights(module: Experts) -> tuple[Tensor, Tensor]:
+    """Of ``[experts, out, in]``."""
+    up, down = _parameters(module)
+    return (up.transpose(1, 2), down.transpose(1, 2)) if module.is_transposed else (up, down)
 
 
 def _biases(module: Experts) -> tuple[Tensor | None, Tensor | None]:
