@@ -355,8 +355,9 @@ def test_optimize_leaves_all_experts_where_one_cannot_be_served(qwen: PreTrained
 
 
 @pytest.mark.usefixtures("on_the_ops")
-def test_optimize_lays_transposed_weights_out(tmp_path: Path):
-    """gpt-oss's: names, shapes and values stay, and undo() puts them back."""
+def test_optimize_lays_transposed_weights_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """gpt-oss's: names, shapes and values stay, and undo() puts them back. Their gate, too, is the
+    ops'."""
     model = make(tmp_path, "gpt_oss", head_dim=32, num_local_experts=4)
     model.set_experts_implementation("eager")
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -370,7 +371,16 @@ def test_optimize_lays_transposed_weights_out(tmp_path: Path):
     after = model.state_dict()
     assert after.keys() == before.keys()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+    gates: list[Tensor] = []
+    gate = transformers_experts.ops.swiglu_clamped
+
+    def seen(x: Tensor, *given: float) -> Tensor:
+        gates.append(x)
+        return gate(x, *given)
+
+    monkeypatch.setattr(transformers_experts.ops, "swiglu_clamped", seen)
     assert torch.equal(generate(model), tokens)
+    assert len(gates) == NEW_TOKENS * len(experts)
     done.undo()
     assert all(module.down_proj.is_contiguous() for module in experts.values())
     assert torch.equal(generate(model), tokens)

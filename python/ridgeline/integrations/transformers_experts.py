@@ -111,7 +111,7 @@ def experts_forward(
         hidden = ops.grouped_linear(x, up, offsets, rows=rows, bias=up_bias, activation="silu_mul")
     else:
         hidden = ops.grouped_linear(x, up, offsets, rows=rows, bias=up_bias)
-        hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+        hidden = _activated(module, hidden)
     out = ops.grouped_linear(hidden, down, offsets, bias=down_bias)
     if getattr(module, "has_post_expert_norm", False):
         out = module.post_expert_norm(out)
@@ -150,6 +150,16 @@ def _gates_by_silu(module: Experts) -> bool:
     if not module.has_gate or type(module)._apply_gate is not moe._default_apply_gate:
         return False
     return isinstance(module.act_fn, (nn.SiLU, SiLUActivation))
+
+
+def _activated(module: Experts, hidden: Tensor) -> Tensor:
+    if not module.has_gate:
+        return module.act_fn(hidden)
+    if not type(module)._apply_gate.__module__.startswith("transformers.models.gpt_oss."):
+        return module._apply_gate(hidden)
+    # Its columns are gates and ups by turns: two kernels, where its own are seven.
+    halves = hidden.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return ops.swiglu_clamped(halves, module.limit, module.alpha)
 
 
 def _say(module: Experts, reason: str) -> None:
