@@ -278,8 +278,7 @@ Tensor grouped_int4_linear(const Tensor& x, const Tensor& packed, const Tensor& 
   check(group > 0 && (group % 32 == 0 || group >= K),
         "weight.group: expected a multiple of 32, or K = ", K, ", got ", group);
   expect_quantized_dtype<Backend>(dtype_of(scales, "weight.scales"), "weight.scales");
-  GroupedWeight weight =
-      packed_experts(x, packed, WeightFormat::kInt4, N, K, activation);
+  GroupedWeight weight = packed_experts(x, packed, WeightFormat::kInt4, N, K, activation);
   const std::int64_t groups = ceil_div(K, group);
   Expect(scales, "weight.scales").on_device_of(x, "x").shape({weight.experts, groups, N});
   Expect(scales, "weight.scales").contiguous();
@@ -309,8 +308,7 @@ Tensor grouped_fp4_linear(const Tensor& x, const Tensor& packed, const Tensor& o
         "x: expected dtype bfloat16", Backend::kIsCuda ? "" : " or float32", ", got ",
         name_of(dtype));
   check(K % kFp4Group == 0, "weight: expected columns divisible by ", kFp4Group, ", got ", K);
-  const GroupedWeight weight =
-      packed_experts(x, packed, WeightFormat::kFp4, N, K, activation);
+  const GroupedWeight weight = packed_experts(x, packed, WeightFormat::kFp4, N, K, activation);
   GroupedGemmParams params =
       grouped_params(x, dtype, {}, weight, {offsets, rows, bias, activation, batch_invariant});
   return run_grouped(on, x, params);

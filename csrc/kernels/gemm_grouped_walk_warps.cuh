@@ -7,7 +7,7 @@
 #include "kernels/gemm_grouped_walk.cuh"
 
 /// What the warps do, beside those that multiply, of kernels that stream strips of experts: those
-/// that ask for weights, and those that add up sums.
+/// that ask for weights, and those that add up sums; and what launches of these kernels share.
 namespace ridgeline::gemm_grouped {
 
 // ---- Requests -----------------------------------------------------------------------------------
@@ -96,54 +96,6 @@ struct SumBarriers {
   __device__ void arrive_done(int item) { ptx::mbarrier_arrive(&done[item % kFinishers]); }
 };
 
-/// Not where a warp's chunks are so many items apart that its strips use the same barriers in each
-/// of their phases. H200, lab, one token of 128 experts, int4, 2048 x 1536 9.2 us and 8.8, 768 x
-/// 2048 7.7 and 7.1.
-inline bool all_wait(int chunks, int paired) {
-  return chunks < kWarps && (kWarps % chunks != 0 || kWarps / chunks > kFinishers * paired);
-}
-
-/// Boxes of [experts, rows, columns], elements of 1 or 2 bytes. `sizes` and `box`: from the columns
-/// on. `strides`: bytes, of rows and of experts.
-inline CUtensorMap experts_map(const void* data, int bytes, std::array<std::int64_t, 3> sizes,
-                               std::array<std::int64_t, 2> strides, std::array<int, 2> box,
-                               CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE) {
-  const auto u64 = [](auto v) { return static_cast<cuuint64_t>(v); };
-  const cuuint64_t of[] = {u64(sizes[0]), u64(sizes[1]), u64(sizes[2]), 1};
-  const cuuint64_t apart[] = {u64(strides[0]), u64(strides[1]), u64(strides[1] * sizes[2])};
-  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box[0]), static_cast<cuuint32_t>(box[1]), 1,
-                              1};
-  const cuuint32_t ones[] = {1, 1, 1, 1};
-  CUtensorMap map;
-  const CUresult result = device::tensor_map_encoder()(
-      &map, bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 4,
-      const_cast<void*>(data), of, apart, boxes, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  check(result == CUDA_SUCCESS,
-        "grouped_linear: cuTensorMapEncodeTiled refused weights or scales, code ",
-        static_cast<int>(result));
-  return map;
-}
-
-/// A block an SM; a warp takes so many columns of a strip at a time.
-inline StripLaunch strip_launch(const GroupedGemmParams& params, const Choice& choice,
-                                int chunk_cols) {
-  const GemmParams& p = params.gemm;
-  const int paired = is_gated(p.activation) ? 2 : 1, items = p.N / kStripRows / paired;
-  const int chunks = ceil_div(p.K, chunk_cols), blocks = device::multiprocessors();
-  return {.grouped = params,
-          .row_tile = choice.tile_rows,
-          .items = items,
-          .paired = paired,
-          .chunks = chunks,
-          .listed = static_cast<std::int32_t>(
-              most_listed(p.M, params.experts, choice.tile_rows, blocks)),
-          .all_wait = all_wait(chunks, paired),
-          .by_blocks = device::Divisor::of(blocks),
-          .by_items = device::Divisor::of(items),
-          .by_chunks = device::Divisor::of(chunks)};
-}
-
 /// Sums in shared memory: [item % kFinishers][strip of the item][warp][row of x][weight row]. Those
 /// of the block's strip `strip`.
 __device__ __forceinline__ float* sums_of(float* sums, const StripLaunch& launch, int strip) {
@@ -205,6 +157,56 @@ __device__ void finish_items(StripWalk walk, SumBarriers& barriers, float* sums,
     }
     ptx::mbarrier_arrive(&barriers.free[finisher]);
   }
+}
+
+// ---- Launch -------------------------------------------------------------------------------------
+
+/// Not where a warp's chunks are so many items apart that its strips use the same barriers in each
+/// of their phases. H200, lab, one token of 128 experts, int4, 2048 x 1536 9.2 us and 8.8, 768 x
+/// 2048 7.7 and 7.1.
+inline bool all_wait(int chunks, int paired) {
+  return chunks < kWarps && (kWarps % chunks != 0 || kWarps / chunks > kFinishers * paired);
+}
+
+/// Boxes of [experts, rows, columns], elements of 1 or 2 bytes. `sizes` and `box`: from the columns
+/// on. `strides`: bytes, of rows and of experts.
+inline CUtensorMap experts_map(const void* data, int bytes, std::array<std::int64_t, 3> sizes,
+                               std::array<std::int64_t, 2> strides, std::array<int, 2> box,
+                               CUtensorMapSwizzle swizzle = CU_TENSOR_MAP_SWIZZLE_NONE) {
+  const auto u64 = [](auto v) { return static_cast<cuuint64_t>(v); };
+  const cuuint64_t of[] = {u64(sizes[0]), u64(sizes[1]), u64(sizes[2]), 1};
+  const cuuint64_t apart[] = {u64(strides[0]), u64(strides[1]), u64(strides[1] * sizes[2])};
+  const cuuint32_t boxes[] = {static_cast<cuuint32_t>(box[0]), static_cast<cuuint32_t>(box[1]), 1,
+                              1};
+  const cuuint32_t ones[] = {1, 1, 1, 1};
+  CUtensorMap map;
+  const CUresult result = device::tensor_map_encoder()(
+      &map, bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16 : CU_TENSOR_MAP_DATA_TYPE_UINT8, 4,
+      const_cast<void*>(data), of, apart, boxes, ones, CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  check(result == CUDA_SUCCESS,
+        "grouped_linear: cuTensorMapEncodeTiled refused weights or scales, code ",
+        static_cast<int>(result));
+  return map;
+}
+
+/// A block an SM; a warp takes so many columns of a strip at a time.
+inline StripLaunch strip_launch(const GroupedGemmParams& params, const Choice& choice,
+                                int chunk_cols) {
+  const GemmParams& p = params.gemm;
+  const int paired = is_gated(p.activation) ? 2 : 1, items = p.N / kStripRows / paired;
+  const int chunks = ceil_div(p.K, chunk_cols), blocks = device::multiprocessors();
+  return {.grouped = params,
+          .row_tile = choice.tile_rows,
+          .items = items,
+          .paired = paired,
+          .chunks = chunks,
+          .listed = static_cast<std::int32_t>(
+              most_listed(p.M, params.experts, choice.tile_rows, blocks)),
+          .all_wait = all_wait(chunks, paired),
+          .by_blocks = device::Divisor::of(blocks),
+          .by_items = device::Divisor::of(items),
+          .by_chunks = device::Divisor::of(chunks)};
 }
 
 }  // namespace ridgeline::gemm_grouped
