@@ -20,6 +20,11 @@ def packed_shape(N: int, K: int) -> tuple[int, int, int, int]:
     return -(-N // _ROWS), -(-K // _COLS), 32, 4
 
 
+def low_nibbles_first(packed: Tensor) -> Tensor:
+    """``[..., bytes]`` as files have them to ``[..., 2 * bytes]``."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
 def pack_nibbles(q: Tensor, padding: int) -> Tensor:
     """Integers 0 to 15, ``[N, K]``, to int32 ``[ceil(N / 16), ceil(K / 64), 32, 4]``."""
     N, K = q.shape

@@ -8,7 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ridgeline.ops._nibbles import pack_nibbles, packed_shape, unpack_nibbles
+from ridgeline.ops._nibbles import (
+    low_nibbles_first,
+    pack_nibbles,
+    packed_shape,
+    unpack_nibbles,
+)
 
 FP4_GROUP = 32
 """Columns that share a power of two."""
@@ -85,7 +90,7 @@ class Fp4Experts:
         packed = torch.empty(shape, dtype=torch.uint8, device=device)
         for e in range(experts):  # all at once would take several times the weights
             words = blocks[e]
-            codes = torch.stack((words & 15, words >> 4), -1).view(N, K)
+            codes = low_nibbles_first(words).view(N, K)
             no_zeros = ((words & 0x77) != 0).any(-1)
             biased = torch.where(no_zeros, scales[e], _BIAS)
             _expect_exponents(biased)
@@ -100,8 +105,6 @@ class Fp4Experts:
         """The weights that the op multiplies by, ``[experts, N, K]``; in bfloat16 and float32
         nothing is rounded."""
         shape, device = (len(self.packed), self.N, self.K), self.packed.device
-        table = torch.tensor(_E2M1, dtype=torch.float32, device=device)
-        table = torch.cat((table, -table))
         values = torch.empty(shape, dtype=dtype, device=device)
         for e, packed in enumerate(self.packed):
             words = packed[..., :_CODE_BYTES].contiguous().view(torch.int32).unflatten(-1, (32, 4))
@@ -109,8 +112,14 @@ class Fp4Experts:
             biased = packed[..., _CODE_BYTES:].unflatten(-1, (2, _STRIP)).permute(0, 3, 1, 2)
             powers = (biased.flatten(2).flatten(0, 1).int() << 23).view(torch.float32)
             of_columns = powers.repeat_interleave(FP4_GROUP, 1)[: self.N, : self.K]
-            values[e] = table[codes.int()] * of_columns
+            values[e] = e2m1_values(codes) * of_columns
         return values
+
+
+def e2m1_values(codes: Tensor) -> Tensor:
+    """The float32 of 4-bit floats: a sign, two bits of exponent, one of mantissa."""
+    values = torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)
+    return torch.cat((values, -values))[codes.int()]
 
 
 def _moved(words: Tensor, moves: tuple[tuple[int, int], ...]) -> Tensor:

@@ -10,8 +10,10 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ridgeline.ops._nibbles import low_nibbles_first
+from ridgeline.ops.fp4_weight import e2m1_values
 from ridgeline.quant.layout import INPUT_SCALES, Get, Kept, Stored
-from ridgeline.quant.stored import Expanded, Fp4Codes, Weight, e2m1_values, low_nibbles_first
+from ridgeline.quant.stored import Expanded, Fp4Codes, Weight
 
 
 def _bytes(name: str, get: Get) -> Tensor:

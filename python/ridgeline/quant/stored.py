@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ridgeline.ops._nibbles import low_nibbles_first
+from ridgeline.ops.fp4_weight import e2m1_values
+
 FP8_BLOCK = 128  # rows and columns that share a scale in the blocks of fp8_linear
 
-_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E8M0_BIAS = _FLOAT32_BIAS = 127
 _FLOAT32_MANTISSA = 23
 _MOST_FINITE = 125  # exponent by which the largest float of 4 bits is one of 32
@@ -164,17 +166,6 @@ class Fp4Codes:
         low = torch.where(no_zeros, exponents, high).amin(-1, keepdim=True)
         fits = (high - low <= _E4M3_TOP - _E4M3_BOTTOM) & (high > -100) & (high <= _E8M0_BIAS)
         return high - _E4M3_TOP if bool(fits.all()) else None
-
-
-def low_nibbles_first(packed: Tensor) -> Tensor:
-    """``[..., bytes]`` to ``[..., 2 * bytes]``."""
-    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
-
-
-def e2m1_values(codes: Tensor) -> Tensor:
-    """The float32 of 4-bit floats: a sign, two bits of exponent, one of mantissa."""
-    values = torch.tensor(_E2M1, dtype=torch.float32, device=codes.device)
-    return torch.cat((values, -values))[codes.int()]
 
 
 Weight = Tensor | GroupedCodes | ScaledCodes | Fp4Codes | Expanded
