@@ -86,13 +86,11 @@ class Layer:
         scales = torch.rand(blocks, device=self.bench.device) + 0.5
         return [self.weights("fp8", self.fp8)[0][0].clone(), scales]
 
-    def four_bits(self) -> Tensor:
-        shape = (self.experts, self.N // 16, self.K // 64, 32, 4)
-        return torch.randint(-(2**31), 2**31, shape, device=self.bench.device, dtype=torch.int32)
-
     def int4(self) -> list[Tensor]:
+        shape = (self.experts, self.N // 16, self.K // 64, 32, 4)
+        codes = torch.randint(-(2**31), 2**31, shape, device=self.bench.device, dtype=torch.int32)
         groups = (self.experts, self.K // GROUP, self.N)
-        return [self.four_bits(), torch.rand(groups, device=self.bench.device).to(self.dtype)]
+        return [codes, torch.rand(groups, device=self.bench.device).to(self.dtype)]
 
     def fp4(self) -> list[Tensor]:
         shape, device = (self.experts, self.N, self.K // FP4_GROUP), self.bench.device
