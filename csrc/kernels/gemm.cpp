@@ -100,8 +100,10 @@ Plan plan_of(const GemmParams& p) {
   return plan;
 }
 
-/// Rows of x as the product's kernel wants them, `stride` apart.
-void prepare(const GemmParams& p, void* prepared, std::int64_t stride, Stream stream) {
+/// Rows of x as the product's kernel wants them, `stride` apart. `at_start`: that kernel starts with
+/// this one, and asks for weights meanwhile.
+void prepare(const GemmParams& p, void* prepared, std::int64_t stride, bool at_start,
+             Stream stream) {
   const bool normalizes_alone = p.x.norm_weight && p.x.dtype == p.dtype && !p.x.perm &&
                                 !p.x.scale_per_group && stride == p.K;
   if (!normalizes_alone) return gemm_detail::launch_prepare(p, prepared, stride, stream);
@@ -120,7 +122,8 @@ void prepare(const GemmParams& p, void* prepared, std::int64_t stride, Stream st
            .y = prepared,
            .y_scale = nullptr,
            .by_group = false,
-           .weights_ready = p.weights_ready},
+           .weights_ready = p.weights_ready,
+           .next_at_start = at_start},
           stream);
 }
 
@@ -198,12 +201,14 @@ void gemm(const GemmParams& params, Stream stream) {
     p.x.data = workspace + plan.prepared;
     p.x.stride_row = plan.prepared_cols;
   } else if (plan.prepares) {
-    prepare(p, workspace + plan.prepared, plan.prepared_cols, stream);
+    const bool at_start = plan.config.path == Path::kCluster;
+    prepare(p, workspace + plan.prepared, plan.prepared_cols, at_start, stream);
     p.x = {.dtype = p.dtype,
            .data = workspace + plan.prepared,
            .stride_row = plan.prepared_cols,
            .scale = p.x.scale_per_group ? nullptr : p.x.scale,  // else in the values already
-           .scale_per_row = p.x.scale_per_row};
+           .scale_per_row = p.x.scale_per_row,
+           .made_ahead = at_start};
   }
   if (plan.config.splits_x) {
     auto* units = reinterpret_cast<float*>(workspace + plan.units);

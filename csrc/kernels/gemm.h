@@ -104,6 +104,7 @@ struct GemmInput {
   std::int32_t scale_group = kScaleBlock;     // columns of x that share one: 128, or 256
   const void* whole = nullptr;                // bf16 [M, K] of which data is, in units of scale, ...
   std::int64_t stride_whole = 0;              // ... two terms of e4m3, [2, round_up(M, 8), K]
+  bool made_ahead = false;                    // by the kernel ahead, which lets this one on early
   const std::int32_t* perm = nullptr;         // column c of the weight meets perm[c] of x
   bool to_codes = false;                      // one row that becomes e4m3, normalized or not
   const void* norm_weight = nullptr;          // rmsnorm over the row first; or null

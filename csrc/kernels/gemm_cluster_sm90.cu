@@ -66,9 +66,11 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // twos then, by which long ones lose more. H200, fp8 by fp8, us in half of an SM and more: 16
   // rows of 8192 x 8192 by 64 weight rows 19.0 to 22.5 and 16.9, of 5120 x 13824 19.9 and 17.9, but
   // of 5120 x 5120, 20 stages, 8.3 and 8.8; 64 rows of 28672 x 8192 61.6 and 56.1.
+  // Behind a kernel that makes x they come early: 16 rows of int4 of 4096 x 4096 7.7 and 6.3.
   constexpr int kManyStages = kTokens <= 32 ? 28 : 64;
   const bool stays_alone =
-      p.weights_ready || (Layout::kOfBytes && ceil_div(params.steps, segments) > kManyStages);
+      p.weights_ready || p.x.made_ahead ||
+      (Layout::kOfBytes && ceil_div(params.steps, segments) > kManyStages);
   params.shared_bytes = shares        ? gemm_config::kShareOfSm
                         : is_long     ? 2 * gemm_config::kShareOfSm
                         : stays_alone ? gemm_config::kShareOfStrips
@@ -122,9 +124,10 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   check(params.turns * params.rows_held * pitch_of_sums(params.row_groups) * 4 <= params.ring_bytes,
         "linear: no room for the sums of ", params.turns, " warpgroups");
   plan_stores<T>(params, kGroups * kGroupThreads, params.ring_bytes);
-  params.prefetched = shares                 ? params.stages / 2
-                      : Layout::kExpandsInt4 ? 0
-                                             : std::min(params.stages, kPrefetched);
+  const bool asks_l2 = !Layout::kExpandsInt4 || p.x.made_ahead;
+  params.prefetched = shares    ? params.stages / 2
+                      : asks_l2 ? std::min(params.stages, kPrefetched)
+                                : 0;
   // Blocks of the next kernel that come at the start take the SMs that this one leaves free in
   // pairs, and end last: H200, fp8 by fp8, 16 rows, 4096 x 4096, 7.3 us so, 6.1 behind the last
   // request. Some stages ahead of it, they are ready sooner: 16 rows chained, 4096 x 6144, int4 7.5

@@ -28,6 +28,7 @@ struct RmsNormParams {
   float* y_scale;             // [rows], or by group [rows, ceil(cols / kScaleGroup)], or null
   bool by_group;              // needs y_scale
   bool weights_ready;         // no kernel of the stream still writes weight: it may be read early
+  bool next_at_start = false; // the next kernel's blocks do not pile up where they start early
 };
 
 /// y = act(weight * (x - mean) / sqrt(variance + eps) + bias): mean, then the centred sum of
