@@ -129,6 +129,45 @@ def test_tiles_of_three_warpgroups_are_of_weights_that_are_expanded(format: str)
         assert tile(M, 18944, 3584, format, dtype="float16")[0] <= 128
 
 
+def rest(M: int, N: int, K: int, format: str, **options: Any) -> tuple[int, int, int]:
+    chosen = plan(M, N, K, format, **options)
+    return chosen["rest"], chosen["rest_tile_cols"], chosen["rest_segments"]
+
+
+WAVE = SMS * 128
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "format", "expected"),
+    [
+        *((M, 57344, 8192, "int4", (6656, 128, 2)) for M in (9, 16, 32, 64)),
+        (64, 57344, 8192, "int4_fp8", (6656, 64, 1)),
+        (32, 57344, 8192, "int4_fp8", (0, 0, 0)),  # three warpgroups by turns fill the SMs
+        *((64, 57344, 8192, format, (0, 0, 0)) for format in ("fp8", "fp8_blocks")),  # wide tiles
+        *((M, 36864, 4096, format, (3072, 64, 2)) for M in (9, 64) for format in EXPANDED),
+        (32, 51200, 8192, "fp8", (0, 0, 0)),  # by turns, beside three waves
+        (64, 51200, 8192, "fp8", (512, 64, 2)),
+        (64, 2 * WAVE + 64, 1280, "int4", (64, 64, 2)),
+        (64, 2 * WAVE, 1280, "int4", (0, 0, 0)),
+        (64, 2 * WAVE + 64, 1216, "int4", (0, 0, 0)),  # K is too short to be shared
+        (64, 2 * WAVE + WAVE // 2 + 64, 4096, "int4", (0, 0, 0)),  # more than half a wave
+        (64, WAVE + 64, 4096, "int4", (0, 0, 0)),
+        *((64, 36864, 4096, format, (0, 0, 0)) for format in ("dense", "fp8_fp8", "int8")),
+    ],
+)
+def test_a_part_of_a_wave_is_left_to_smaller_tiles(
+    M: int, N: int, K: int, format: str, expected: tuple[int, int, int]
+) -> None:
+    """Two whole waves of 128 weight rows or more, behind which at most half of one is left."""
+    assert rest(M, N, K, format) == expected
+    if expected[0] > 0:
+        assert tile(M, N, K, format) == (128, 1)
+        assert -(-expected[0] // expected[1]) * expected[2] <= SMS
+        gated = rest(M, N, K, format, activation="silu_mul")
+        assert gated == (expected[0] // 2, *expected[1:])
+        assert rest(M, N, K, format, invariant=True) == (0, 0, 0)
+
+
 # ---- Products -----------------------------------------------------------------------------------
 
 
@@ -247,6 +286,68 @@ def test_products_by_turns(M: int, N: int, K: int, format: str, rows: int) -> No
     ours = multiply(format, x, weight, bias=bias, **options)
     exact = exact + bias.double()
     assert (ours.double() - exact).norm() <= 3e-3 * exact.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+@pytest.mark.parametrize("cols", [96, WAVE // 4, WAVE // 4 + 64])
+@pytest.mark.parametrize("format", EXPANDED)
+@pytest.mark.parametrize("M", [9, 32, 57])
+def test_products_with_a_rest(M: int, format: str, cols: int, activation: str | None) -> None:
+    """Columns on both sides of the border, with a residual and a bias."""
+    N, K = 2 * WAVE + cols, 1408 if format.startswith("int4") else 1312
+    chosen = rest(M, N, K, format, activation=activation or "none")
+    if chosen[0] == 0:
+        pytest.skip("three warpgroups by turns fill the SMs")
+    x, weight, options, exact = operands(M, N, K, format)
+    bias = torch.randn(N, device="cuda").to(torch.bfloat16)
+    exact = exact + bias.double()
+    if activation is not None:
+        gate, up = exact.chunk(2, -1)
+        exact = F.silu(gate) * up
+    residual = torch.randn(exact.shape, device="cuda").to(torch.bfloat16)
+    ours = multiply(
+        format, x, weight, bias=bias, activation=activation, residual=residual, **options
+    )
+    border = exact.shape[1] - chosen[0]
+    for part in (slice(0, border), slice(border, None)):
+        mine, right = ours[:, part].double(), (exact + residual.double())[:, part]
+        assert (mine - right).norm() <= 3e-3 * right.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ready", [False, True])
+@pytest.mark.parametrize("M", [16, 64])
+def test_a_rest_keeps_its_place_in_a_stream(M: int, ready: bool) -> None:
+    """It waits for the kernel that makes x, and what reads y waits for it and those beside it: a
+    graph in whose memory x and y are written many times gives the bits of launches one by one."""
+    N, K = 3 * WAVE + 64, 4096  # blocks that share K end before those of the last wave
+    assert rest(M, N, K, "int4") == (64, 64, 2)
+    _, weight, _, _ = operands(1, N, K, "int4")
+    norm = torch.ones(N, device="cuda", dtype=torch.bfloat16)
+    first = torch.randn(K, K, device="cuda").to(torch.bfloat16) * K**-0.5
+    inputs = [torch.randn(M, K, device="cuda").to(torch.bfloat16) for _ in range(16)]
+
+    def steps(pause: bool) -> list[Tensor]:
+        outputs = []
+        for x in inputs:
+            x = ops.linear(x, first, weights_ready=ready)
+            if pause:
+                torch.cuda.synchronize()
+            y = ops.int4_linear(x, weight, weights_ready=ready)
+            if pause:
+                torch.cuda.synchronize()
+            outputs.append(ops.rmsnorm(y, norm, weights_ready=ready))
+        return outputs
+
+    apart = steps(pause=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        together = steps(pause=False)
+    for _ in range(5):
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
 
 
 @pytest.mark.gpu

@@ -235,7 +235,10 @@ void gemm(const GemmParams& params, Stream stream) {
     case Path::kHeld:
       return gemm_detail::launch_held(p, stream);
     case Path::kCluster:
-      return gemm_detail::launch_cluster(p, plan.config, stream);
+      gemm_detail::launch_cluster(p, plan.config, stream);
+      if (plan.config.rest.cols == 0) return;
+      p.weights_ready = true;  // the kernel ahead has waited for all that was written
+      return gemm_detail::launch_cluster(p, gemm_config::config_of_rest(plan.config.rest), stream);
     case Path::kStream:
       gemm_detail::launch_stream(p, plan.config, partials, stream);
       break;

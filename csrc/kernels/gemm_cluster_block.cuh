@@ -10,7 +10,7 @@ namespace ridgeline::gemm_cluster {
 /// Stages of the weight that L2 is asked for by blocks that have an SM each ...
 constexpr int kPrefetched = 4;
 /// ... and that are still to be requested when the next kernel is let on.
-constexpr int kReleased = 3;
+constexpr int kReleased = 3, kNever = -1;
 
 /// Groups of the scales of all stages that a block holds at most, one request, and which part of
 /// its shared memory they take: the ring keeps four stages.

@@ -271,4 +271,36 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
   return by_stages > 0 ? by_stages : chosen;
 }
 
+/// Large weights that are expanded, of which tiles of 128 rows would be two whole waves or more, one
+/// an SM, and at most half of another: where an SM has two blocks at once a few last tiles take as
+/// long as a wave. Tiles of the rest are half as high, or share K with a neighbour, are at most as
+/// many blocks as there are SMs, and start where others end. H200, lab, us alone, one kernel and so:
+/// 64 rows of int4, 4096 x 36864 41.3 and 35.7, 8192 x 51200 119.4 and 100.2, 8192 x 57344 124.6 and
+/// 112.8, 16384 x 106496 459.6 and 420.5; by e4m3 35.8 and 30.1, 102.0 and 89.9, 107.5 and 98.2,
+/// 416.5 and 378.6; 32 rows of int4, 8192 x 57344 93.4 and 85.2; fp8 with scales of blocks, 64 rows
+/// of 4096 x 36864 81.0 and 61.6. With 0.64 of a wave, 8192 x 61440, 0 to 15% longer. Tiles that
+/// three warpgroups take by turns fill the SMs as well, and of fp8 better than three waves.
+constexpr void cut_rest_of_cluster(const Shape& shape, Config& config) {
+  constexpr std::int32_t kLeastColumns = 1280;  // of K, which two blocks share
+  const bool int4 = shape.format == WeightFormat::kInt4, bytes = int4 && meets_bytes(shape);
+  const bool gated = is_gated(shape.activation);
+  if (!(int4 || expands_fp8(shape)) || shape.M > kFewRows || shape.K < kLeastColumns ||
+      shape.batch_invariant || shape.normalizes)
+    return;
+  const std::int32_t cols = gated ? shape.N / 2 : shape.N;
+  const std::int32_t wave = kBlocksWanted * (gated ? kGroupRows : 2 * kGroupRows);
+  const std::int32_t waves = cols / wave, left = cols % wave;
+  const bool few = left <= wave / 4;
+  if (waves < 2 || left == 0 || left > wave / 2) return;
+  if (config.shares_stages && (!few || (!int4 && waves % 2 == 1))) return;
+  config.tile_cols = 2 * kGroupRows;
+  config.segments = 1;
+  config.shares_stages = false;
+  const bool high = int4 && !bytes && !few;
+  config.rest = {.cols = left,
+                 .tile_cols = high ? 2 * kGroupRows : kGroupRows,
+                 .segments = bytes && !few ? 1 : 2,
+                 .beside = true};
+}
+
 }  // namespace ridgeline::gemm_config

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
     const bool holds = kHoldsBlocks<Layout, kGroups> && params.held_at > 0;
     if (holds && p.weights_ready) held.request<kMultipliers>(ring);
     if (holds && !p.weights_ready) held.prefetch<kMultipliers>();
-    ptx::wait_for_dependencies();
+    params.beside ? __threadfence() : ptx::wait_for_dependencies();
     if (holds && !p.weights_ready) held.request<kMultipliers>(ring);
     const int turn = params.turns > 1 ? warp / 4 : 0, unit = params.turns > 1 ? 0 : warp / 4;
     Finish<T> finish{params, fixed, reinterpret_cast<float*>(ring),

@@ -199,7 +199,8 @@ struct Producer {
   }
 
   __device__ void run_x() const {
-    ptx::wait_for_dependencies();
+    if (!params.beside) ptx::wait_for_dependencies();
+    if (params.lets_rest_on) ptx::launch_dependents();
     // A stage of x is free when the weight that it met is multiplied. Steps that share a stage are
     // the same warpgroups', so that its barrier has no two of them at once.
     RingPlace place, of_x, freed;
@@ -214,6 +215,7 @@ struct Producer {
       place.advance(1, params.stages);
       if (Layout::kApart) of_x.advance(1, params.x_stages);
     }
+    if (params.beside) ptx::wait_for_dependencies();  // what comes behind waits for this one alone
   }
 };
 

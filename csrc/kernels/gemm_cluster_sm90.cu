@@ -33,10 +33,13 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.x_bytes = Layout::kXBoxes * params.x_box;
   params.box_rows = config.tile_cols / (params.paired ? 2 : 1);
   params.steps = ceil_div(p.K, kCols);
-  params.before = config.rest.cols > 0 ? p.out_cols() - config.rest.cols : 0;
+  const int others = p.out_cols() - config.rest.cols;
+  params.before = config.of_rest ? others : 0;
+  params.beside = config.of_rest && config.rest.beside;
+  params.lets_rest_on = !config.of_rest && config.rest.cols > 0;
   params.segments = device::Divisor::of(segments);
   const dim3 grid(segments, ceil_div<std::int64_t>(p.M, kTokens),
-                  ceil_div(p.out_cols() - params.before, params.box_rows));
+                  ceil_div(config.of_rest ? config.rest.cols : others, params.box_rows));
   const auto tiles = static_cast<int>(grid.y * grid.z);
   // Where stages are long, blocks that have an SM each take all of its memory for their rings.
   // H200, 64 rows, us: bf16 at 4096 x 4096 12.3 and 11.4, at 14336 x 4096 33.6 and 30.9; fp8 by
@@ -57,10 +60,10 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // where this kernel follows itself 6.7 and, without blocks of the next one beside it, 8.3.
   const bool one_each = tiles <= gemm_config::kClusters[segments - 1];
   if constexpr (Layout::kMayBeAlone && kGroups == 2)
-    if (one_each && p.M > 16 && (kTokens == 64 || !p.weights_ready))
+    if (one_each && !params.beside && p.M > 16 && (kTokens == 64 || !p.weights_ready))
       return launch<T, E, typename Layout::Alone, kGroups>(p, config, stream);
   // Sums of 128 rows and those of a neighbour do not fit half of it.
-  const bool shares = !one_each && kGroups == 2 &&
+  const bool shares = (!one_each || params.beside) && kGroups == 2 &&
                       (kTokens <= 64 || segments < kBlocks<Layout, kGroups>);
   // Alone, blocks that have an SM each come while the kernel ahead still has some, but may stack by
   // twos then, by which long ones lose more. H200, fp8 by fp8, us in half of an SM and more: 16
@@ -136,7 +139,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   // SMs have two of, 37.3 and 41.5, alone 37.9 and 43.1.
   const bool early = one_each || segments > 1 ||
                      (p.weights_ready && kFormat != WeightFormat::kDense);
-  params.released = early ? kReleased : 0;
+  params.released = params.lets_rest_on ? kNever : early ? kReleased : 0;
   params.unit = Layout::kExpandsInt4 ? device::kInt4Unit<T>
                 : Layout::kInt4      ? device::kInt4AsE4m3Unit
                                      : 1.0f;

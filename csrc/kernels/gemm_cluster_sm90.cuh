@@ -33,6 +33,8 @@ struct ClusterParams {
   CUtensorMap scales, zeros;  // of int4
   GemmParams gemm;
   std::int32_t before;        // columns of y that another kernel has; 0: this one has all
+  std::int32_t beside;        // that kernel, which may still run: it is waited for at the end
+  std::int32_t lets_rest_on;  // that other kernel starts when this one's last blocks do
   std::int32_t paired;        // the second half of a tile has the up rows of the first's
   std::int32_t row_groups;    // units of 64 weight rows that a tile has, the last may not be whole
   std::int32_t turns;         // warpgroups that take stages by turns; 1: they share out the units

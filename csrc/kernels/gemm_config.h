@@ -237,6 +237,8 @@ constexpr Config choose(const Shape& of) {
     config.segments = segments;
     config.shares_stages = false;
     config.splits_x = shape.bfloat_x;
+  } else if (config.path == Path::kCluster) {
+    cut_rest_of_cluster(shape, config);
   }
   if (config.path == Path::kGrouped) {
     if (config.segments == 1 && has_few_empty_rows(shape) && is_for_turns(shape)) {

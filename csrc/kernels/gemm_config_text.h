@@ -21,7 +21,9 @@ inline std::string to_text(const Config& config) {
          " tails=" + std::to_string(config.tails) + " even=" + std::to_string(config.even) +
          " splits_x=" + std::to_string(config.splits_x) +
          " shares_stages=" + std::to_string(config.shares_stages) +
-         " rest=" + std::to_string(config.rest.cols);
+         " rest=" + std::to_string(config.rest.cols) +
+         " rest_tile_cols=" + std::to_string(config.rest.tile_cols) +
+         " rest_segments=" + std::to_string(config.rest.segments);
 }
 
 }  // namespace ridgeline::gemm_config

@@ -183,7 +183,8 @@ constexpr Config config_of_rest(const Rest& rest) {
           .tile_rows = rest.tile_rows,
           .tile_cols = rest.tile_cols,
           .fused = true,
-          .rest = rest};
+          .rest = rest,
+          .of_rest = true};
 }
 
 }  // namespace ridgeline::gemm_config

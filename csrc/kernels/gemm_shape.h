@@ -117,6 +117,7 @@ constexpr std::int64_t digits_bytes(const Shape& shape) {
 struct Rest {
   std::int32_t cols = 0;  // or there are none
   std::int32_t tile_rows = 0, tile_cols = 0, segments = 0;
+  bool beside = false;    // the others: its blocks fill the SMs as theirs end
 };
 
 struct Config {
@@ -132,7 +133,8 @@ struct Config {
   std::int32_t tail = 0;   // kExpand: last stages of each tile that blocks besides multiply ahead
   std::int32_t tails = 0;  // ... each of so many tiles
   bool even = false;       // kExpand: blocks multiply as many stages each, parts of tiles too
-  Rest rest = {};          // kExpand: what the cluster kernel multiplies; kCluster: what it does
+  Rest rest = {};          // columns that the cluster kernel multiplies behind this one ...
+  bool of_rest = false;    // ... which is that
 };
 
 }  // namespace ridgeline::gemm_config
