@@ -160,6 +160,7 @@ Tensor fp8_product(const Tensor& x, const Tensor& weight, const Tensor& weight_s
                    .stride_row = N > 1 ? weight.stride(0) : K,
                    .scales = weight_scale.data_ptr(),
                    .scale_layout = scale_layout_of(weight_scale, N, K)};
+  params.x.made_ahead = options.made_ahead;
   if (quantize_x) {
     check(!is_fp8, "quantize_x: expected False for x of ", name_of(DType::kFloat8E4M3));
     if constexpr (Backend::kIsCuda)
@@ -172,7 +173,7 @@ Tensor fp8_product(const Tensor& x, const Tensor& weight, const Tensor& weight_s
       const OptionalTensor no_norm;
       const GemmOptions rest{options.bias,  options.activation,      options.residual,
                              no_norm,       0.0,                     options.batch_invariant,
-                             options.weights_ready, options.total, options.scale};
+                             options.weights_ready, options.total, options.scale, true};
       return fp8_product<Backend>(codes, weight, weight_scale, scale, dtype, false, rest);
     }
   }

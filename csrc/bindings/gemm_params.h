@@ -34,6 +34,7 @@ struct GemmOptions {
   bool weights_ready;
   const Tensor* total = nullptr;  // to which the product is added, instead of a new tensor
   Tensor* scale = nullptr;        // of groups of 256 columns of the output, which is e4m3
+  bool made_ahead = false;        // x, by a kernel of this op
 };
 
 /// The rows of x and the scale of x in `codes`, of 8 bits; `dtype` is the output's.

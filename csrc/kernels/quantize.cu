@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   const std::int64_t index = blockIdx.x;
   const T* x = static_cast<const T*>(params.x) + index * params.stride_x_row;
 
-  device::start_dependents();
+  device::start_dependents(params.rows <= device::kFewCodes);
   device::prefetch_early<Row>(x, params.cols);
   device::wait_then_start_dependents();
   Row row(x, params.cols);
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kGroupThreads)
   const unsigned first = blockIdx.x * (kGroupsABlock * kEach) + threadIdx.x / kLanes;
   const int lane = static_cast<int>(threadIdx.x) % kLanes;
 
-  device::start_dependents();
+  device::start_dependents(params.rows <= device::kFewCodes);
   device::wait_then_start_dependents();
   device::Vec<T, kPiece> pieces[kEach];
   std::int64_t rows[kEach];

@@ -194,7 +194,8 @@ __global__ void __launch_bounds__(Row::kMaxThreads, Row::kMinBlocks)
   __shared__ device::RowScratch scratch;
   constexpr bool kAhead = Row::kPieces == 2 || Row::kFull;
 
-  device::start_dependents(params.next_at_start);
+  const bool few_codes = kCodes && params.rows <= device::kFewCodes;
+  device::start_dependents(params.next_at_start || few_codes);
   device::open_scratch<Row>(scratch);
   const std::int64_t index = device::row_index<Row>();
   const float share_of_one = 1.0f / static_cast<float>(params.cols);
