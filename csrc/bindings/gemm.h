@@ -86,7 +86,7 @@ Tensor int4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
                    std::int64_t K, std::int64_t group, const OptionalTensor& bias,
                    const OptionalTensor& x_scale, const std::string& activation,
                    const OptionalTensor& residual, const OptionalTensor& norm_weight,
-                   double norm_eps, bool batch_invariant, bool weights_ready) {
+                   double norm_eps, bool batch_invariant, bool weights_ready, bool x_made_ahead) {
   const Backend on(x, "x");
   const GemmOptions options{bias,     activation,      residual,     norm_weight,
                             norm_eps, batch_invariant, weights_ready};
@@ -104,6 +104,7 @@ Tensor int4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
   Expect(scales, "weight.scales").on_device_of(x, "x").shape({groups, N}).contiguous();
   Tensor y;
   GemmInput input = gemm_input(x, x_scale, K, dtype, options);
+  input.made_ahead = x_made_ahead;
   if (perm) {
     Expect(*perm, "weight.perm").dtype(DType::kInt32).on_device_of(x, "x").shape({K}).contiguous();
     if constexpr (!Backend::kIsCuda) check_perm(*perm, K);
@@ -233,7 +234,8 @@ template <class Backend>
 Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_scale,
                    const Tensor& x_scale, const OptionalTensor& bias,
                    const std::string& out_dtype, const std::string& activation,
-                   const OptionalTensor& residual, bool batch_invariant, bool weights_ready) {
+                   const OptionalTensor& residual, bool batch_invariant, bool weights_ready,
+                   bool x_made_ahead) {
   const Backend on(x, "x");
   const OptionalTensor no_norm;
   const GemmOptions options{bias, activation, residual, no_norm, 0.0, batch_invariant,
@@ -258,6 +260,7 @@ Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_s
                    .scales = weight_scale.data_ptr(),
                    .scale_layout =
                        weight_scale.numel() == N ? ScaleLayout::kRow : ScaleLayout::kTensor};
+  params.x.made_ahead = x_made_ahead;
   run_gemm(on, x, params);
   return y;
 }

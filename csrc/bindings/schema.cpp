@@ -69,7 +69,8 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def(
       "int4_linear(Tensor x, Tensor packed, Tensor scales, Tensor? zeros, Tensor? perm, int N, "
       "int K, int group, Tensor? bias, Tensor? x_scale, str activation, Tensor? residual, "
-      "Tensor? norm_weight, float norm_eps, bool batch_invariant, bool weights_ready) -> Tensor");
+      "Tensor? norm_weight, float norm_eps, bool batch_invariant, bool weights_ready, "
+      "bool x_made_ahead) -> Tensor");
   m.def(
       "fp8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor? x_scale, "
       "str out_dtype, str activation, Tensor? residual, Tensor? norm_weight, float norm_eps, "
@@ -85,8 +86,8 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
       "-> ()");
   m.def(
       "int8_linear(Tensor x, Tensor weight, Tensor weight_scale, Tensor x_scale, Tensor? bias, "
-      "str out_dtype, str activation, Tensor? residual, bool batch_invariant, bool weights_ready) "
-      "-> Tensor");
+      "str out_dtype, str activation, Tensor? residual, bool batch_invariant, bool weights_ready, "
+      "bool x_made_ahead) -> Tensor");
   m.def(
       "grouped_linear(Tensor x, Tensor weight, Tensor offsets, Tensor? rows, Tensor? bias, "
       "str activation, bool batch_invariant) -> Tensor");

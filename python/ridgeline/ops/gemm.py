@@ -165,6 +165,7 @@ def int4_linear(
         norm_eps,
         batch_invariant,
         weights_ready,
+        x_made_ahead=act is not None,
     )
     others = weight.scales, bias, x_scale, residual, norm_weight
     return inference_only(out, "int4_linear", x, *others)
@@ -211,6 +212,7 @@ def _(
     norm_eps: float,
     batch_invariant: bool,
     weights_ready: bool,
+    x_made_ahead: bool,
 ) -> Tensor:
     return empty_output(x, N, activation, scales.dtype)
 

@@ -86,6 +86,7 @@ def int8_linear(
         residual,
         batch_invariant,
         weights_ready,
+        x_made_ahead=not is_int8,
     )
     return inference_only(y, "int8_linear", x, weight_scale, bias, scale, residual)
 
@@ -102,6 +103,7 @@ def _(
     residual: Tensor | None,
     batch_invariant: bool,
     weights_ready: bool,
+    x_made_ahead: bool,
 ) -> Tensor:
     return empty_output(x, weight.shape[0], activation, getattr(torch, out_dtype))
 
