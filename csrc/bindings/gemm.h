@@ -89,7 +89,8 @@ Tensor int4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
                    double norm_eps, bool batch_invariant, bool weights_ready, bool x_made_ahead) {
   const Backend on(x, "x");
   const GemmOptions options{bias,     activation,      residual,     norm_weight,
-                            norm_eps, batch_invariant, weights_ready};
+                            norm_eps, batch_invariant, weights_ready, nullptr,
+                            nullptr,  x_made_ahead};
   const DType dtype = dtype_of(scales, "weight.scales");
   expect_quantized_dtype<Backend>(dtype, "weight.scales");
   check(N >= 0 && K >= 0, "weight: expected N, K >= 0, got ", N, ", ", K);
@@ -104,7 +105,6 @@ Tensor int4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
   Expect(scales, "weight.scales").on_device_of(x, "x").shape({groups, N}).contiguous();
   Tensor y;
   GemmInput input = gemm_input(x, x_scale, K, dtype, options);
-  input.made_ahead = x_made_ahead;
   if (perm) {
     Expect(*perm, "weight.perm").dtype(DType::kInt32).on_device_of(x, "x").shape({K}).contiguous();
     if constexpr (!Backend::kIsCuda) check_perm(*perm, K);
@@ -161,7 +161,6 @@ Tensor fp8_product(const Tensor& x, const Tensor& weight, const Tensor& weight_s
                    .stride_row = N > 1 ? weight.stride(0) : K,
                    .scales = weight_scale.data_ptr(),
                    .scale_layout = scale_layout_of(weight_scale, N, K)};
-  params.x.made_ahead = options.made_ahead;
   if (quantize_x) {
     check(!is_fp8, "quantize_x: expected False for x of ", name_of(DType::kFloat8E4M3));
     if constexpr (Backend::kIsCuda)
@@ -238,8 +237,8 @@ Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_s
                    bool x_made_ahead) {
   const Backend on(x, "x");
   const OptionalTensor no_norm;
-  const GemmOptions options{bias, activation, residual, no_norm, 0.0, batch_invariant,
-                            weights_ready};
+  const GemmOptions options{bias,          activation, residual, no_norm,     0.0, batch_invariant,
+                            weights_ready, nullptr,    nullptr,  x_made_ahead};
   const DType dtype = named_dtype(out_dtype);
   Expect(x, "x").dtype(DType::kInt8);
   expect_quantized_dtype<Backend>(dtype, "out_dtype");
@@ -260,7 +259,6 @@ Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_s
                    .scales = weight_scale.data_ptr(),
                    .scale_layout =
                        weight_scale.numel() == N ? ScaleLayout::kRow : ScaleLayout::kTensor};
-  params.x.made_ahead = x_made_ahead;
   run_gemm(on, x, params);
   return y;
 }

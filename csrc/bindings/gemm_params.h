@@ -44,7 +44,10 @@ inline GemmInput gemm_input(const Tensor& x, const OptionalTensor& x_scale, std:
   const Rows rows = rows_of(x, "x");
   check(rows.cols == K, "x: expected a last dimension of ", K, " as weight has, got shape ",
         to_text(x.sizes()));
-  GemmInput input{.dtype = dtype_of(x, "x"), .data = x.data_ptr(), .stride_row = rows.stride};
+  GemmInput input{.dtype = dtype_of(x, "x"),
+                  .data = x.data_ptr(),
+                  .stride_row = rows.stride,
+                  .made_ahead = options.made_ahead};
   const bool is_codes = input.dtype == codes, by_groups = codes == DType::kFloat8E4M3;
   check(is_codes || input.dtype == dtype, "x: expected dtype ", name_of(dtype), ", got ",
         name_of(input.dtype));

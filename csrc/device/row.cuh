@@ -191,6 +191,11 @@ __device__ void prefetch_early(const T* row, int cols) {
   }
 }
 
+/// So few rows that become codes are a product's, whose blocks have an SM each. H200, chained, us,
+/// 64 rows, let on behind the wait and so: fp8 by fp8 4096 x 4096 8.6 and 7.8, 4096 x 28672 34.3 and
+/// 32.2, int8 of these 8.6 and 8.0, 33.3 and 32.6; 32 rows of 8192 x 8192 19.7 and 18.5.
+constexpr int kFewCodes = 64;
+
 /// Where the next kernel of the chain may start. Its blocks should spread over all SMs: those that
 /// start before this kernel's predecessor has left pile up on some (H200, bf16, chained, started
 /// before and after the wait: 64 x 8192 layernorm with GELU 3.07 us and 2.40, softmax 2.70
@@ -202,11 +207,6 @@ __device__ __forceinline__ bool leaves_uneven_room() { return gridDim.x > 16 && 
 __device__ __forceinline__ void start_dependents(bool room_for_all = false) {
   if (room_for_all || !leaves_uneven_room()) ptx::launch_dependents();
 }
-/// So few rows that become codes are a product's, whose blocks have an SM each. H200, chained, us,
-/// 64 rows, let on behind the wait and so: fp8 by fp8 4096 x 4096 8.6 and 7.8, 4096 x 28672 34.3 and
-/// 32.2, int8 of these 8.6 and 8.0, 33.3 and 32.6; 32 rows of 8192 x 8192 19.7 and 18.5.
-constexpr int kFewCodes = 64;
-
 __device__ __forceinline__ void wait_then_start_dependents() {
   ptx::wait_for_dependencies();
   if (leaves_uneven_room()) ptx::launch_dependents();
