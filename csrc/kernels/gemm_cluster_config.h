@@ -127,7 +127,7 @@ constexpr double time_of(const Shape& shape, std::int32_t rows, std::int32_t seg
   const double stages = ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);
   const double on_sm = blocks_per_sm(tiles, segments, rows);
   const double on_mean = static_cast<double>(tiles) * segments / kBlocksWanted;
-  const bool turns = rows <= kGroupRows && segments == 2 && !is_gated(shape.activation);
+  const bool turns = rows <= kGroupRows && segments == 2;
   double time = on_sm * (of.block + of.block_m * m);
   time += stages * on_sm *
           (of.row * height + (of.unit + of.unit_m * m) * units + of.stage_m * m);

@@ -100,7 +100,11 @@ __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
         char* stages = ring + (Layout::kApart ? params.weights_at : 0);
         const TurnsEnd<T, kOctets, kFolds> turns{
             params, fixed, stages, reinterpret_cast<float4*>(received), first, row0, m};
-        turns.run(consumer.sums[0]);
+        if (params.plain) {
+          turns.template run<true>(consumer.sums[0]);
+        } else {
+          turns.template run<false>(consumer.sums[0]);
+        }
       };
       if constexpr (kTokens == 64) {
         end.template operator()<8>();

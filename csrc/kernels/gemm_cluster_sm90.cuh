@@ -65,8 +65,9 @@ struct ClusterParams {
   std::int32_t rows_each;     // of x, that a block of the cluster finishes, at most
   float unit;                 // of the sums: in it, they are y
   std::int32_t by_turns;      // TurnsEnd ends the tile
-  std::int32_t plain;         // no activation, and four columns of y and residual are a vector
-  std::int32_t residual_at;   // plain: bytes from the ring to where a residual comes; 0: it has none
+  std::int32_t plain;         // no activation
+  std::int32_t vectors;       // four columns of y are one, and those of a residual, ...
+  std::int32_t residual_at;   // ... which comes so far behind the rings' begin; 0: there is none
 
   /// gemm_config::stages_of(). A block starts without divisions, two of which it made for its tile:
   /// H200, us, with and so: 64 rows of 4096 x 4096, int4 6.87 and 6.57, fp8 by bf16 8.41 and 8.21,

@@ -82,8 +82,8 @@ struct ScalesOfBlocks {
 };
 
 /// Where store() of Finish takes them from: [row of x][weight row].
-template <class T>
-__device__ __forceinline__ void keep(const Finish<T>& finish, const Sums& sums, int group) {
+template <class Finish>
+__device__ __forceinline__ void keep(const Finish& finish, const Sums& sums, int group) {
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   float* to = finish.sums + (warp * 16 + lane / 4) * finish.pitch() + group * kCols + lane % 4 * 2;
 #pragma unroll
@@ -138,15 +138,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (ptx::elect_one()) producer.run_x();
   } else {
     ptx::wait_for_dependencies();
-    const Finish<T> finish{.params = params,
-                           .fixed = fixed,
-                           .sums = reinterpret_cast<float*>(ring),
-                           .received = reinterpret_cast<float4*>(ring + params.ring_bytes),
-                           .first = first,
-                           .row0 = 0,
-                           .rows = m,
-                           .scale = own.scale,
-                           .bias = own.bias};
+    const Finish<T, kTerms> finish{
+        .params = params,
+        .fixed = fixed,
+        .sums = reinterpret_cast<float*>(ring),
+        .received = reinterpret_cast<float4*>(ring + params.ring_bytes),
+        .first = first,
+        .row0 = 0,
+        .rows = m,
+        .scale = own.scale,
+        .bias = own.bias};
     finish.bring_factors(up_first);
     const int group = warp / 4;
     Sums sums = {};
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::named_barrier_sync(1, kConsumerThreads);  // every consumer has read its last stage
     finish.request_residual();
-    keep<T>(finish, sums, group);
+    keep(finish, sums, group);
     ptx::named_barrier_sync(1, kConsumerThreads);  // the block's sums are whole
     if (segments > 1) {
       ptx::cluster_wait();  // the barriers of all blocks are made
