@@ -240,7 +240,8 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
                                                    "linear: expanded weights");
 }
 
-/// Tiles of 256 rows, with kernels for a way to y each: there are too few registers beside any.
+/// Tiles of 128 sums a thread, with kernels for a way to y each: there are too few registers beside
+/// any.
 template <class Large>
 void launch_large(const GemmParams& p, const gemm_config::Config& config, void* parts,
                   Stream stream) {
@@ -279,8 +280,7 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void
       if (is_scaled_alone<Wide>(p))
         return launch_tiles<Wide, KnownWay<Activation::kNone>>(p, config, parts, stream);
     if constexpr (std::is_same_v<T, __nv_bfloat16> && !kBlocks)
-      if (p.activation == Activation::kSiluMul && !p.residual)
-        return launch_tiles<Wide, KnownWay<Activation::kSiluMul>>(p, config, parts, stream);
+      return launch_large<Wide>(p, config, parts, stream);
     return launch_tiles<Wide>(p, config, parts, stream);
   }
   launch_tiles<Tile<T, kFormat, kBlocks, 128, 1, true, false, kTails>>(p, config, parts, stream);

@@ -246,12 +246,12 @@ __device__ __forceinline__ void store_known(const Launch& launch, Shared<Tile>& 
       }
     }
   } else {
-    if (Way::has_residual(p)) {
-      ring.skip(me.warpgroup);
-      ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
-    }
 #pragma unroll
     for (int i = 0; i < all.count; ++i) {
+      if (Way::has_residual(p) && i % All::kPerBand == 0) {
+        ring.skip(i == 0 ? all.stage(0, me) : all.stage(i, me) - all.stage(i - 1, me));
+        ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
+      }
       Values values;
       take<Tile, kHalves>(values, p, sums, factors, all.band(i), i % All::kPerBand, first, me);
       if constexpr (kHalves) {
