@@ -95,6 +95,45 @@ def test_equals_the_product_and_its_activation(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "bias", "begin"),
+    [
+        (512, 4096, 64, True, 0),  # one stage of K, one tile a block
+        (487, 4080, 72, False, 8),  # rows and columns that end within a tile
+        (440, 12288, 1024, True, 16),  # several tiles a block, the last of one warpgroup's rows
+        (487, 4080, 72, True, 4),  # a residual that the copy engine cannot reach: the library's
+    ],
+)
+def test_a_residual_comes_while_the_other_tile_is_multiplied(
+    dtype: torch.dtype, M: int, N: int, K: int, bias: bool, begin: int
+) -> None:
+    """Columns around the residual are NaN."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernel is for compute 9.0")
+    generator = torch.Generator("cuda").manual_seed(N)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+    x, weight = normal(M, K), normal(N, K) / math.sqrt(K)
+    added = normal(N) if bias else None
+    around = torch.full((M + 1, N + 24), math.nan, device="cuda", dtype=dtype)
+    residual = around[:M, begin : begin + N]
+    residual.copy_(normal(M, N))
+    found = ridgeline.explain("linear", x, weight, added, residual=residual)
+    by_turns = any("turns_kernel" in kernel.name for kernel in found.kernels)
+    assert by_turns == (begin % 8 == 0)
+    out = ops.linear(x, weight, added, residual=residual)
+    exact = x.double() @ weight.double().T + residual.double()
+    if added is not None:
+        exact += added.double()
+    rounding = (exact.to(dtype).double() - exact).norm()
+    once = 1.01 if by_turns else 1.5  # the library rounds the product, and then the sum
+    assert (out.double() - exact).norm() <= once * rounding
+
+
+@pytest.mark.gpu
 def test_values_that_are_not_finite_stay_in_their_rows() -> None:
     x = torch.randn(512, 256, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(4096, 256, device="cuda", dtype=torch.bfloat16)

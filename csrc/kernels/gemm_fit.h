@@ -43,8 +43,9 @@ inline bool has_whole_vectors(const GemmParams& p) {
   const std::int64_t columns = !int4 ? 1 : p.weight.zeros ? 16 : 8;
   const bool scales = !int4 || (is_aligned(p.weight.scales, 0) && is_aligned(p.weight.zeros, 0));
   const auto at = reinterpret_cast<std::uintptr_t>(p.residual);
-  const bool residual =
-      !at || p.batch_invariant || (at % 8 == 0 && (p.M <= 1 || p.stride_residual % 4 == 0));
+  const int each = p.weight.format == WeightFormat::kDense ? 8 : 4;  // 16 bytes are mappable
+  const bool residual = !at || p.batch_invariant ||
+                        (at % (2 * each) == 0 && (p.M <= 1 || p.stride_residual % each == 0));
   return p.N % columns == 0 && p.out_cols() % 8 == 0 && scales && residual && is_aligned(p.y, 0);
 }
 

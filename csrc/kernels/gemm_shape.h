@@ -58,7 +58,7 @@ enum class Path : std::uint8_t {
   kLibrary,  // cuBLASLt
   kSimple,   // any alignment, and float32 without the library
   kGrouped,  // Hopper, dense, where bits may not depend on M: the experts' kernel, of one
-  kTurns,    // Hopper, dense, more rows, an activation: two warpgroups take tiles by turns
+  kTurns,    // Hopper, dense, more rows, more than a product: two warpgroups by turns
   kOnce,     // Hopper, one row, of int4 a few, a small weight of 4 or 8 bits: registers hold it
   kHeld,     // Hopper, int4, 5 to 8 rows with a norm: registers hold x
 };

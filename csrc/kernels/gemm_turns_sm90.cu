@@ -1,68 +1,18 @@
 #include <algorithm>
 
-#include "device/dequant.cuh"
 #include "device/properties.cuh"
-#include "device/ptx/tensor_copy.cuh"
 #include "device/ptx/wgmma_shared.cuh"
-#include "device/row_tiles.cuh"
 #include "kernels/gemm_launch.cuh"
-#include "kernels/gemm_sm90.cuh"
+#include "kernels/gemm_turns_store.cuh"
 
-/// Dense products of many rows with an activation behind them. H200, bf16 with bias, GELU of 8192 x
-/// 4096 x 1024 (M x N x K): cuBLASLt and a kernel behind it 128.6 us, this one 105.3; gated SiLU of
-/// 4096 x 28672 x 4096 1577 and 1457. The sums without bias and GELU take 95.8, so that 10 us of it
-/// are not hidden. Tried, and no faster: half of the weight's rows, or of x, sent to both blocks of
-/// a cluster of two (in one run 123.3 us alone and 127.0 so; 4096 x 28672 x 4096 1439 and 1447).
+/// Dense products of many rows with an activation, or a residual, behind them. H200, bf16 with bias,
+/// GELU of 8192 x 4096 x 1024 (M x N x K): cuBLASLt and a kernel behind it 128.6 us, this one 105.3;
+/// gated SiLU of 4096 x 28672 x 4096 1577 and 1457. The sums without bias and GELU take 95.8, so
+/// that 10 us of it are not hidden. Tried, and no faster: half of the weight's rows, or of x, sent to
+/// both blocks of a cluster of two (in one run 123.3 us alone and 127.0 so; 4096 x 28672 x 4096 1439
+/// and 1447).
 namespace ridgeline::gemm_turns {
 namespace {
-
-using namespace gemm_sm90;
-
-// ---- Constants ----------------------------------------------------------------------------------
-
-constexpr int kSide = 128;      // rows of x, and of the weight, in a tile: 128 sums a thread
-constexpr int kDepth = 64;      // columns of K in a stage: rows of 128 bytes
-constexpr int kSteps = 4;       // of a stage's columns, the depth of one wgmma each
-constexpr int kStepBytes = 32;  // of a row
-constexpr int kStages = 6;      // 192 KB, beside 32 KB on their way to y
-constexpr int kHalves = kSide / kWarpgroupRows;
-constexpr int kEights = kSide / 8;  // of a tile's weight rows
-
-template <class T_, Activation kActivation_>
-struct Tile {
-  using T = T_;
-  static constexpr Activation kActivation = kActivation_;
-  static constexpr bool kGated = is_gated(kActivation);
-  /// Sums and biases are halved on the way to each other, for gelu_of_half().
-  static constexpr bool kHalves =
-      kActivation == Activation::kGelu && std::is_same_v<T, __nv_bfloat16>;
-  static constexpr int kOutCols = kGated ? kSide / 2 : kSide;
-};
-
-struct Launch {
-  GemmParams gemm;
-  device::RowTiles x;
-  CUtensorMap weight, y;
-  Tiles tiles;
-  int steps;  // stages of a tile
-
-  /// Whether the tile's second half has rows.
-  __device__ __forceinline__ bool is_wide(const Place& place) const {
-    return x.rows_of(place.m) > kWarpgroupRows;
-  }
-};
-
-using Sums = float[kHalves][kEights][4];
-
-// ---- Shared memory ------------------------------------------------------------------------------
-
-template <class T>
-struct Shared {
-  alignas(1024) std::uint8_t x[kStages][kSide][kRowBytes];
-  alignas(1024) std::uint8_t weight[kStages][kSide][kRowBytes];
-  alignas(1024) T out[kConsumers * 4][2][16][kOutColumns];  // each warp's, two by turns
-  alignas(8) std::uint64_t full[kStages], free[kStages];
-};
 
 // ---- Work ---------------------------------------------------------------------------------------
 
@@ -139,84 +89,6 @@ __device__ __forceinline__ void multiply_tile(const Launch& launch, Shared<T>& s
   release(before);
 }
 
-/// Two biases of the thread's columns in each eight of weight rows; gated, every second eight is
-/// up rows. -0 where there are none, which changes no sum.
-template <class Tile>
-__device__ __forceinline__ void load_bias(const GemmParams& p, int n,
-                                          float2 (&bias)[kEights], const Consumer& me) {
-  using T = typename Tile::T;
-#pragma unroll
-  for (int i = 0; i < kEights; ++i) {
-    const int eight = Tile::kGated ? i / 2 : i, column = n * Tile::kOutCols + eight * 8;
-    const int at = column + me.in_quad * 2 + (Tile::kGated && i % 2 ? p.N / 2 : 0);
-    const bool has = p.bias && column < p.out_cols();
-    const T* of = static_cast<const T*>(p.bias) + at;
-    constexpr float kPart = Tile::kHalves ? 0.5f : 1.0f;
-    bias[i] = has ? float2{kPart * device::to_float(of[0]), kPart * device::to_float(of[1])}
-                  : float2{-0.0f, -0.0f};
-  }
-}
-
-template <class Tile>
-__device__ __forceinline__ float with_bias(float sum, float bias) {
-  return Tile::kHalves ? __fmaf_rn(0.5f, sum, bias) : __fadd_rn(sum, bias);
-}
-
-template <class Tile>
-__device__ __forceinline__ float activate(float value) {
-  if constexpr (Tile::kHalves) return device::gelu_of_half(value);
-  return gemm_detail::activate<typename Tile::T>(Tile::kActivation, value);
-}
-
-/// Each warp's 16 rows through its own boxes, 64 columns of y at a time.
-template <class Tile>
-__device__ __forceinline__ void store_tile(const Launch& launch, Shared<typename Tile::T>& shared,
-                                           const Place& place, const Sums& sums,
-                                           const float2 (&bias)[kEights], const Consumer& me) {
-  using T = typename Tile::T;
-  constexpr int kBoxes = Tile::kOutCols / kOutColumns, kPieces = kOutColumns / 8;
-  const int matrix = me.lane / 8, row = matrix % 2 * 8 + me.lane % 8;
-#pragma unroll
-  for (int box = 0; box < kHalves * kBoxes; ++box) {
-    const int half = box / kBoxes, part = box % kBoxes;
-    if (half > 0 && !launch.is_wide(place)) break;
-    auto& out = shared.out[me.warpgroup * 4 + me.warp][box % 2];
-    if (me.lane == 0) ptx::wait_stores_read<1>();
-    __syncwarp();  // the box's last store has been read
-#pragma unroll
-    for (int i = 0; i < kPieces; i += 2) {
-      std::uint32_t packed[4];
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const auto sum = [&](int eight, int r) {
-          return float2{with_bias<Tile>(sums[half][eight][2 * r], bias[eight].x),
-                        with_bias<Tile>(sums[half][eight][2 * r + 1], bias[eight].y)};
-        };
-        const int piece = part * kPieces + i + j;
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          float2 value = sum(Tile::kGated ? 2 * piece : piece, r);
-          value.x = activate<Tile>(value.x);
-          value.y = activate<Tile>(value.y);
-          if constexpr (Tile::kGated) {
-            const float2 up = sum(2 * piece + 1, r);
-            value = {__fmul_rn(value.x, up.x), __fmul_rn(value.y, up.y)};
-          }
-          packed[2 * j + r] = pack<T>(value.x, value.y);
-        }
-      }
-      ptx::stmatrix(&out[row][((i + matrix / 2) ^ (row % 8)) * 8], packed);
-    }
-    ptx::fence_async_shared();
-    __syncwarp();  // the box is whole
-    if (me.lane == 0) {
-      ptx::store_matrix(&launch.y, out, place.n * Tile::kOutCols + part * kOutColumns,
-                        place.m * kSide + half * kWarpgroupRows + me.warp * 16);
-      ptx::commit_stores();
-    }
-  }
-}
-
 // ---- Kernel -------------------------------------------------------------------------------------
 
 /// Grid: one block an SM, which takes tiles of 128 rows of x by 128 weight rows in turn. Block: a
@@ -236,6 +108,9 @@ __global__ void __launch_bounds__(kThreads, 1)
       ptx::mbarrier_init(&shared.full[i], 1);
       ptx::mbarrier_init(&shared.free[i], 1);
     }
+    if constexpr (Tile::kAdds)
+      for (auto& of_warp : shared.added)
+        for (std::uint64_t& barrier : of_warp) ptx::mbarrier_init(&barrier, 1);
     ptx::fence_mbarrier_init();
     ptx::prefetch_tensor_map(&launch.x.whole);
     ptx::prefetch_tensor_map(&launch.x.last);
@@ -260,10 +135,17 @@ __global__ void __launch_bounds__(kThreads, 1)
       give_turn_to(0);
       leave_to_other();
     }
+    int added = 0;  // the parity of a residual's coming
     ptx::wait_for_dependencies();
     for_each_tile(launch, me.warpgroup, kConsumers, [&](const Place& place) {
       float2 bias[kEights];
       load_bias<Tile>(launch.gemm, place.n, bias, me);
+      if (Tile::kAdds && me.lane == 0) {
+        ptx::wait_stores_read<0>();
+#pragma unroll
+        for (int box = 0; box < 2; ++box)
+          request_residual<Tile>(launch, shared, place, box, me);
+      }
       Sums sums;
       wait_for_turn(me);
       if (launch.is_wide(place)) {
@@ -272,7 +154,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         multiply_tile<1>(launch, shared, ring, sums, me);
       }
       leave_to_other();
-      store_tile<Tile>(launch, shared, place, sums, bias, me);
+      store_tile<Tile>(launch, shared, place, sums, bias, added, me);
     });
     if (me.lane == 0) ptx::wait_stores_read<0>();  // shared memory lives until then
   }
@@ -306,12 +188,15 @@ void launch_tiles(const GemmParams& p, Stream stream) {
   const int element = sizeof(T);
   const auto x =
       device::RowTiles::of({p.x.data, element, p.M, p.K, p.x.stride_row}, kSide, kDepth);
+  const auto boxes_of = [&](const void* data, std::int64_t stride) {
+    return device::matrix_map({data, element, p.M, p.out_cols(), stride}, 16, kOutColumns, true);
+  };
   const Launch launch{
       .gemm = p,
       .x = x,
       .weight = weight_map(p),
-      .y = device::matrix_map({p.y, element, p.M, p.out_cols(), p.out_cols()}, 16, kOutColumns,
-                              true),
+      .y = boxes_of(p.y, p.out_cols()),
+      .residual = Tile::kAdds ? boxes_of(p.residual, p.stride_residual) : CUtensorMap{},
       .tiles = {.along_m = x.count,
                 .along_n = ceil_div(p.out_cols(), Tile::kOutCols),
                 .together = kTogether},
@@ -332,6 +217,7 @@ void gemm_detail::launch_turns(const GemmParams& p, Stream stream) {
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     switch (p.activation) {
+      case Activation::kNone: return launch_tiles<Tile<T, Activation::kNone, true>>(p, stream);
       case Activation::kGelu: return launch_tiles<Tile<T, Activation::kGelu>>(p, stream);
       case Activation::kGeluTanh: return launch_tiles<Tile<T, Activation::kGeluTanh>>(p, stream);
       case Activation::kSiluMul: return launch_tiles<Tile<T, Activation::kSiluMul>>(p, stream);
