@@ -102,11 +102,12 @@ def test_equals_the_product_and_its_activation(
         (512, 4096, 64, True, 0),  # one stage of K, one tile a block
         (487, 4080, 72, False, 8),  # rows and columns that end within a tile
         (440, 12288, 1024, True, 16),  # several tiles a block, the last of one warpgroup's rows
-        (487, 4080, 72, True, 4),  # a residual that the copy engine cannot reach: the library's
+        (487, 4080, 72, True, 4),  # residuals that the copy engine cannot reach: other kernels'
+        (487, 4080, 72, True, None),  # ... all rows of which are one
     ],
 )
 def test_a_residual_comes_while_the_other_tile_is_multiplied(
-    dtype: torch.dtype, M: int, N: int, K: int, bias: bool, begin: int
+    dtype: torch.dtype, M: int, N: int, K: int, bias: bool, begin: int | None
 ) -> None:
     """Columns around the residual are NaN."""
     if torch.cuda.get_device_capability() != (9, 0):
@@ -118,12 +119,15 @@ def test_a_residual_comes_while_the_other_tile_is_multiplied(
 
     x, weight = normal(M, K), normal(N, K) / math.sqrt(K)
     added = normal(N) if bias else None
-    around = torch.full((M + 1, N + 24), math.nan, device="cuda", dtype=dtype)
-    residual = around[:M, begin : begin + N]
-    residual.copy_(normal(M, N))
+    if begin is None:
+        residual = normal(1, N).expand(M, N)
+    else:
+        around = torch.full((M + 1, N + 24), math.nan, device="cuda", dtype=dtype)
+        residual = around[:M, begin : begin + N]
+        residual.copy_(normal(M, N))
     found = ridgeline.explain("linear", x, weight, added, residual=residual)
     by_turns = any("turns_kernel" in kernel.name for kernel in found.kernels)
-    assert by_turns == (begin % 8 == 0)
+    assert by_turns == (begin is not None and begin % 8 == 0)
     out = ops.linear(x, weight, added, residual=residual)
     exact = x.double() @ weight.double().T + residual.double()
     if added is not None:

@@ -43,9 +43,11 @@ inline bool has_whole_vectors(const GemmParams& p) {
   const std::int64_t columns = !int4 ? 1 : p.weight.zeros ? 16 : 8;
   const bool scales = !int4 || (is_aligned(p.weight.scales, 0) && is_aligned(p.weight.zeros, 0));
   const auto at = reinterpret_cast<std::uintptr_t>(p.residual);
-  const int each = p.weight.format == WeightFormat::kDense ? 8 : 4;  // 16 bytes are mappable
-  const bool residual = !at || p.batch_invariant ||
-                        (at % (2 * each) == 0 && (p.M <= 1 || p.stride_residual % each == 0));
+  const bool dense = p.weight.format == WeightFormat::kDense;  // the copy engine brings all of it
+  const int each = dense ? 8 : 4;
+  const bool apart = !dense || p.stride_residual > 0;
+  const bool rows = p.M <= 1 || (p.stride_residual % each == 0 && apart);
+  const bool residual = !at || p.batch_invariant || (at % (2 * each) == 0 && rows);
   return p.N % columns == 0 && p.out_cols() % 8 == 0 && scales && residual && is_aligned(p.y, 0);
 }
 

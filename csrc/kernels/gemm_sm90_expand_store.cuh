@@ -249,7 +249,7 @@ __device__ __forceinline__ void store_known(const Launch& launch, Shared<Tile>& 
 #pragma unroll
     for (int i = 0; i < all.count; ++i) {
       if (Way::has_residual(p) && i % All::kPerBand == 0) {
-        ring.skip(i == 0 ? all.stage(0, me) : all.stage(i, me) - all.stage(i - 1, me));
+        ring.skip(i == 0 ? me.warpgroup : kConsumers);  // to the band's
         ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
       }
       Values values;
