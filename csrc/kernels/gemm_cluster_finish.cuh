@@ -251,9 +251,9 @@ struct Finish {
     ptx::commit_copies();
   }
 
-  /// What is plain has code of its own, as short as it can be: its lines come from memory. H200, us,
-  /// 16 rows of int4 of 4096 x 28672, one loop for all, even with activations called, and so: 19.6
-  /// and 19.4.
+  /// What is plain has code of its own, as short as it can be: its lines come from memory. H200,
+  /// us, 16 rows of int4 of 4096 x 28672, one loop for all, even with activations called, and so:
+  /// 19.6 and 19.4.
   __device__ void store() const {
     const Part of = part();
     if (of.m >= of.end) return;

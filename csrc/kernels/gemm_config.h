@@ -81,9 +81,10 @@ constexpr bool is_for_few(std::int64_t rows, std::int32_t segments) {
 /// 16.5; nor of 256 x 4096 x 1024, 64 tiles: 12.2 and 9.6; nor gated SiLU of 192 x 28672 x 4096,
 /// whose second row of tiles is half empty: 110.2 and 90.5, but of 256 rows 110.3 and 119.5; nor
 /// where most of the only row of tiles may be. With a residual 15 products of 512 to 4096 rows took
-/// 0.98 to 1.05 of cuBLASLt's time without one, itself 1.01 to 1.07, but 512 x 4096 x 4096 1.067 and
-/// 1.057. Nor gated ones of many rows, though alone they take less (4096 x 28672 x 4096 1457 us for 1577): in the engine, by turns, 64
-/// prompts of 512 tokens of 8B shapes took 716 ms without and 763 with it, one of 4096 95 and 100.
+/// 0.98 to 1.05 of cuBLASLt's time without one, itself 1.01 to 1.07, but 512 x 4096 x 4096 1.067
+/// and 1.057. Nor gated ones of many rows, though alone they take less (4096 x 28672 x 4096 1457 us
+/// for 1577): in the engine, by turns, 64 prompts of 512 tokens of 8B shapes took 716 ms without
+/// and 763 with it, one of 4096 95 and 100.
 constexpr bool is_for_turns(const Shape& shape) {
   using enum Activation;
   constexpr std::int64_t kSide = 128, kLeastRows = 97, kMostGatedRows = 512;

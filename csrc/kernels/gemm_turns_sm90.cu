@@ -5,12 +5,12 @@
 #include "kernels/gemm_launch.cuh"
 #include "kernels/gemm_turns_store.cuh"
 
-/// Dense products of many rows with an activation, or a residual, behind them. H200, bf16 with bias,
-/// GELU of 8192 x 4096 x 1024 (M x N x K): cuBLASLt and a kernel behind it 128.6 us, this one 105.3;
-/// gated SiLU of 4096 x 28672 x 4096 1577 and 1457. The sums without bias and GELU take 95.8, so
-/// that 10 us of it are not hidden. Tried, and no faster: half of the weight's rows, or of x, sent to
-/// both blocks of a cluster of two (in one run 123.3 us alone and 127.0 so; 4096 x 28672 x 4096 1439
-/// and 1447).
+/// Dense products of many rows with an activation, or a residual, behind them. H200, bf16 with
+/// bias, GELU of 8192 x 4096 x 1024 (M x N x K): cuBLASLt and a kernel behind it 128.6 us, this one
+/// 105.3; gated SiLU of 4096 x 28672 x 4096 1577 and 1457. The sums without bias and GELU take
+/// 95.8, so that 10 us of it are not hidden. Tried, and no faster: half of the weight's rows, or of
+/// x, sent to both blocks of a cluster of two (in one run 123.3 us alone and 127.0 so; 4096 x 28672
+/// x 4096 1439 and 1447).
 namespace ridgeline::gemm_turns {
 namespace {
 
