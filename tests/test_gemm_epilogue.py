@@ -32,7 +32,7 @@ FEW_ROWS = [
     (64, 4096, 1536),
     (37, 4640, 2560),  # the last tiles have fewer rows
     (64, 9216, 1152),  # tiles of 128, two blocks an SM
-    (64, 29696, 256),  # wide tiles, an SM each, of fp8
+    (64, 29440, 256),  # wide tiles, an SM each, of fp8
     (33, 2056, 384),  # gated, four columns are no vector
 ]
 
@@ -133,19 +133,25 @@ def test_epilogues(kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> Non
     product = x.double() @ weight.double().T
     of_x = x if K <= 128 else x.to(dtype)  # of one block, a row's one scale is left to its sums
     of_rounded = of_x.double() @ weight.to(dtype).double().T
+    torch.manual_seed(M)
+    # For few rows weights times their blocks' scales may become ``dtype``, too, as those of shapes
+    # that no kernel of Hopper's takes.
+    most = 2e-2 if M > 64 else 8e-2
     for activation, has_bias, layout in EPILOGUES:
         fused: dict[str, Any] = {"activation": activation}
         wanted = of_rounded if are_rounded(kind, N, activation) else product
         if has_bias:
             fused["bias"] = torch.randn(N, device="cuda").to(dtype)
             wanted = wanted + fused["bias"].double()
+        gates = wanted.chunk(2, -1)[0]
         wanted = activate(wanted, activation)
         if layout is not None:
             fused["residual"] = residual_of(layout, M, wanted.shape[1], dtype)
             wanted = wanted + fused["residual"].double()
         out = op(*args, **options, **fused).double()
         error = (out - wanted).abs() - 1.6e-2 * wanted.abs()
-        most = 2e-2 if M > 64 else 4e-2  # few rows of odd shapes become ``dtype`` as well
+        if activation in ("silu_mul", "gelu_mul"):  # what an up row is off by is times its gate's
+            error /= activate(gates, activation.removesuffix("_mul")).abs().clamp(min=1)
         assert error.max() < most, (activation, has_bias, layout)
 
 
@@ -153,7 +159,7 @@ def test_epilogues(kind: str, M: int, N: int, K: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     ("M", "N", "K"),
     [(300, 65536, 640), (512, 4096, 640), (16, 4096, 1536), (64, 32768, 640)],
-    ids=["256 columns", "128 columns", "few rows, K cut", "wide tiles"],
+    ids=["256 columns", "128 columns", "few rows, K cut", "few rows"],
 )
 def test_gelu_of_every_bfloat16(M: int, N: int, K: int) -> None:
     """Sums are zero, so that x is the bias: GELU is rounded once, a little from where it is."""
