@@ -88,9 +88,14 @@ Tensor int4_linear(const Tensor& x, const Tensor& packed, const Tensor& scales,
                    const OptionalTensor& residual, const OptionalTensor& norm_weight,
                    double norm_eps, bool batch_invariant, bool weights_ready, bool x_made_ahead) {
   const Backend on(x, "x");
-  const GemmOptions options{bias,     activation,      residual,     norm_weight,
-                            norm_eps, batch_invariant, weights_ready, nullptr,
-                            nullptr,  x_made_ahead};
+  const GemmOptions options{.bias = bias,
+                            .activation = activation,
+                            .residual = residual,
+                            .norm_weight = norm_weight,
+                            .norm_eps = norm_eps,
+                            .batch_invariant = batch_invariant,
+                            .weights_ready = weights_ready,
+                            .made_ahead = x_made_ahead};
   const DType dtype = dtype_of(scales, "weight.scales");
   expect_quantized_dtype<Backend>(dtype, "weight.scales");
   check(N >= 0 && K >= 0, "weight: expected N, K >= 0, got ", N, ", ", K);
@@ -171,9 +176,16 @@ Tensor fp8_product(const Tensor& x, const Tensor& weight, const Tensor& weight_s
                                                        0.0, "fp8", options.weights_ready)
                               : quantize_fp8<Backend>(x, "row");
       const OptionalTensor no_norm;
-      const GemmOptions rest{options.bias,  options.activation,      options.residual,
-                             no_norm,       0.0,                     options.batch_invariant,
-                             options.weights_ready, options.total, options.scale, true};
+      const GemmOptions rest{.bias = options.bias,
+                             .activation = options.activation,
+                             .residual = options.residual,
+                             .norm_weight = no_norm,
+                             .norm_eps = 0.0,
+                             .batch_invariant = options.batch_invariant,
+                             .weights_ready = options.weights_ready,
+                             .total = options.total,
+                             .scale = options.scale,
+                             .made_ahead = true};
       return fp8_product<Backend>(codes, weight, weight_scale, scale, dtype, false, rest);
     }
   }
@@ -237,8 +249,14 @@ Tensor int8_linear(const Tensor& x, const Tensor& weight, const Tensor& weight_s
                    bool x_made_ahead) {
   const Backend on(x, "x");
   const OptionalTensor no_norm;
-  const GemmOptions options{bias,          activation, residual, no_norm,     0.0, batch_invariant,
-                            weights_ready, nullptr,    nullptr,  x_made_ahead};
+  const GemmOptions options{.bias = bias,
+                            .activation = activation,
+                            .residual = residual,
+                            .norm_weight = no_norm,
+                            .norm_eps = 0.0,
+                            .batch_invariant = batch_invariant,
+                            .weights_ready = weights_ready,
+                            .made_ahead = x_made_ahead};
   const DType dtype = named_dtype(out_dtype);
   Expect(x, "x").dtype(DType::kInt8);
   expect_quantized_dtype<Backend>(dtype, "out_dtype");
