@@ -21,10 +21,11 @@ def choice_of(
     chained: bool = False,
     norm: bool = False,
     sms: int = 132,
+    residual: bool = False,
 ) -> dict[str, Any]:
     """``path``, the kernel's name, and what else there is of it, as numbers."""
     text = torch.ops.ridgeline.gemm_plan(
-        M, N, K, dtype, format, activation, library, invariant, hopper, chained, norm, sms
+        M, N, K, dtype, format, activation, library, invariant, hopper, chained, norm, sms, residual
     )
     path, *fields = text.split()
     return {"path": path} | {name: int(value) for name, value in (f.split("=") for f in fields)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -44,6 +45,25 @@ def path_of(M: int, N: int, K: int, activation: str, dtype: str = "bfloat16") ->
 def test_tiles_that_fill_the_sms_are_taken(M: int, N: int, activation: str, path: str) -> None:
     assert path_of(M, N, 1024, activation) == path
     assert path_of(M, N, 1024, activation, "float32") == "library"
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "options", "path"),
+    [
+        (423, 4096, {}, "turns"),  # as with an activation
+        (422, 4096, {}, "library"),
+        (96, 28672, {}, "library"),
+        (97, 28672, {}, "turns"),
+        (4096, 28672, {"activation": "gelu"}, "library"),  # one or the other
+        (4096, 28672, {"activation": "silu_mul"}, "library"),
+        (4096, 28672, {"dtype": "float32"}, "library"),
+        (4096, 28672, {"invariant": True}, "grouped"),
+    ],
+)
+def test_residuals_are_added_in_such_tiles(
+    M: int, N: int, options: dict[str, Any], path: str
+) -> None:
+    assert choice_of(M, N, 1024, residual=True, **options)["path"] == path
 
 
 def exact(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:

@@ -12,7 +12,8 @@ namespace ridgeline::bindings {
 inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                              const std::string& dtype, const std::string& format,
                              const std::string& activation, bool library, bool batch_invariant,
-                             bool hopper, bool weights_ready, bool norm, std::int64_t sms) {
+                             bool hopper, bool weights_ready, bool norm, std::int64_t sms,
+                             bool residual) {
   const bool int4 = format == "int4" || format == "int4_fp8";
   const bool fp8 = format.starts_with("fp8"), int8 = format == "int8";
   const bool known = format == "fp8" || format == "fp8_blocks" || format == "fp8_fp8";
@@ -32,7 +33,7 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                  .activation = activation_of(activation),
                                  .group = kScaleBlock,
                                  .sm90a = hopper,
-                                 .has_residual = false,
+                                 .has_residual = residual,
                                  .hopper = hopper,
                                  .weight_aligned = true,
                                  .whole_vectors = true,

@@ -113,8 +113,8 @@ STABLE_TORCH_LIBRARY(ridgeline, m) {
   m.def("combine_experts(Tensor x, Tensor places, Tensor weights) -> Tensor");
   m.def(
       "gemm_plan(int M, int N, int K, str dtype, str format, str activation, bool library, "
-      "bool batch_invariant, bool hopper, bool weights_ready=False, bool norm=False, int sms=132) "
-      "-> str");
+      "bool batch_invariant, bool hopper, bool weights_ready=False, bool norm=False, int sms=132, "
+      "bool residual=False) -> str");
   m.def(
       "grouped_plan(int M, int experts, int N, int K, str dtype, str format, str activation, "
       "bool gathered, bool batch_invariant, bool hopper, int group=128, bool zeros=False, "
