@@ -259,6 +259,13 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
   }
   for (const std::int32_t rows : {kGroupRows, 2 * kGroupRows - kStripRows, 2 * kGroupRows})
     consider(rows);
+  // Of more than few rows of x two blocks of an SM bring these twice. H200, bf16, us, 28672 x 8192 in
+  // two segments, tiles of 64 and so: 72 rows 120.1 and 113.9, 128 rows 143 and 119.
+  if (shape.M > kFewRows && !expanded && config.tile_cols == kGroupRows &&
+      blocks_per_sm(chosen, config.segments, config.tile_cols) == 2) {
+    config.tile_cols = 2 * kGroupRows;
+    return ceil_div(shape.N, 2 * kGroupRows);
+  }
   const bool may_be_three = expanded && !shape.batch_invariant && shape.M <= kFewRows &&
                             shape.dtype == DType::kBFloat16 && !shape.normalizes;
   if (may_be_three)

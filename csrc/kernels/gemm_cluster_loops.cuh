@@ -18,9 +18,10 @@ __device__ __forceinline__ void expand_fp8(const Consumer& of, const Stage& stag
     for (int j = 0; j < 4; ++j) {
       const int r = of.lane / 4 + j % 2 * 8;
       const char* chunk = of_warp + r * kRowBytes + (((box * 4 + step) ^ (r & 7)) * 16);
-      a[step][j] = device::convert_e4m3_pair<T>(
-          *reinterpret_cast<const std::uint16_t*>(chunk + j / 2 * 8 + of.lane % 4 * 2));
-      if (kScaled) a[step][j] = device::scale_pair<T>(a[step][j], j % 2 ? scale.y : scale.x);
+      const auto raw =
+          *reinterpret_cast<const std::uint16_t*>(chunk + j / 2 * 8 + of.lane % 4 * 2);
+      a[step][j] = kScaled ? device::scale_e4m3_pair<T>(raw, j % 2 ? scale.y : scale.x)
+                           : device::convert_e4m3_pair<T>(raw);
     }
 }
 

@@ -107,13 +107,16 @@ constexpr bool is_for_turns(const Shape& shape) {
 /// leave few SMs idle. H200, bf16, chained, 72 and 128 rows, cuBLASLt and so, us: 4096 x 4096 12.2,
 /// 11.4 and 14.0, 12.7; 8192 x 4096 23.7, 19.3 and 25.9, 21.2; 14336 x 4096 35.9, 31.1 and 37.1,
 /// 34.0; 4096 x 14336 33.9, 30.0 and 33.1, 31.5; 28672 x 8192 133, 114 and 125, 118; 18944 x 3584
-/// 43.1, 37.1 and 44.3, 42.3. With more SMs idle 4096 x 6144 16.3, 16.2 and 16.8, 18.0; 5120 x 5120
+/// 43.1, 37.1 and 44.3, 42.3. Tiles of more than 64 weight rows that share K need much of it: alone,
+/// 28672 x 8192 128, 114 and 126, 119, but 8192 x 7168 31.9, 33.0 and 33.7, 34.7, 6144 x 8192 27.4,
+/// 28.5 and 28.7, 30.0. With more SMs idle 4096 x 6144 16.3, 16.2 and 16.8, 18.0; 5120 x 5120
 /// 16.8, 18.1 and 18.0, 19.7. Less K is less to gain: 2048 x 8192 11.2, 10.8 and 11.6, 11.9. GELU
 /// by turns is as fast: 128 rows of 4096 x 28672 69.8 and 71.7. Gated 4096 x 28672 takes 67.0, 59.9
 /// and 67.9, 66.4 chained to itself, but in the engine a step of 128 sequences of 8B shapes 6.15 ms
 /// and 6.31 so; without gates 6.03.
 constexpr bool is_for_tall_cluster(const Shape& shape) {
   constexpr std::int32_t kMostRows = 2 * kFewRows, kLeastCols = 4096, kLeastBusy = 112;
+  constexpr std::int32_t kLeastOfLarge = 16384;  // columns
   if (!shape.hopper || shape.batch_invariant || shape.format != WeightFormat::kDense ||
       shape.dtype == DType::kFloat32 || !shape.weight_aligned || shape.M <= kFewRows ||
       shape.M > kMostRows || shape.K < kLeastCols ||
@@ -122,7 +125,9 @@ constexpr bool is_for_tall_cluster(const Shape& shape) {
   Config config{};
   const std::int32_t tiles = cut_for_cluster(shape, config);
   const std::int32_t on_sm = blocks_per_sm(tiles, config.segments, config.tile_cols);
-  return on_sm <= 2 && tiles * config.segments >= on_sm * kLeastBusy;
+  const bool large = config.tile_cols > kGroupRows && config.segments > 1;
+  return on_sm <= 2 && tiles * config.segments >= on_sm * kLeastBusy &&
+         (!large || shape.K >= kLeastOfLarge);
 }
 
 /// Whether row tiles of the kernel of two warpgroups by turns are full enough for it to be faster

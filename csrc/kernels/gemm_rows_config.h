@@ -15,8 +15,7 @@ namespace ridgeline::gemm_config {
 /// 200 blocks, two an SM, bring more of L2 a clock than one an SM of tiles twice as long. Weights
 /// that are expanded, 128 rows at a time, too, of which up to 104 leave room for two stages more,
 /// and int4 by 16 bits by as many rows as divide x with few multiplied twice; fp8 by 16 bits in
-/// units of kExpandFp8Tiles, of which kernels take 22% more. int4 by 192 weight rows of three
-/// warpgroups. Of 99 cases of int4 (9 shapes, 128 to 1024 rows, each by cuts that were thought to
+/// units of kExpandFp8Tiles. int4 by 192 weight rows of three warpgroups. Of 99 cases of int4 (9 shapes, 128 to 1024 rows, each by cuts that were thought to
 /// be near the best) the choice is 0.2% from the best on average, 6% at most.
 struct ClusterTile {
   std::int32_t cols, blocks;  // of a tile, of an SM
@@ -49,9 +48,9 @@ constexpr ClusterTile kClusterCodesTiles[] = {{128, 1, 0.414, 3.2, 1.3},
                                               {112, 1, 0.414, 3.2, 1.3},
                                               {64, 1, 0.222, 2.85, 0.1},
                                               {64, 2, 0.386, 3.2, 0.1},
-                                              {64, 1, 0.277, 3.4, 1.5, kTallRows, 104},
-                                              {64, 1, 0.287, 4.5, 1.1, kTallRows, 128},
-                                              {128, 1, 0.53, 4.9, 1.1, kTallRows, 128},
+                                              {64, 1, 0.279, 3.4, 1.1, kTallRows, 104},
+                                              {64, 1, 0.277, 3.9, 1.1, kTallRows},
+                                              {128, 1, 0.535, 4.5, 1.6, kTallRows},
                                               {kBroadCols, 1, 0.54, 3.6, 2.0},
                                               {kBroadCols, 1, 0.79, 3.4, 3.5, kTallRows}};
 constexpr std::int32_t kMostByTwo = 384;  // rows of x, of blocks that share an SM by two
@@ -65,12 +64,13 @@ constexpr ClusterTile kClusterInt8Tiles[] = {{128, 1, 0.335, 1.6, 2.5},
                                              {64, 1, 0.185, 2.4, 0.1},
                                              {64, 2, 0.26, 3.5, 5.0, kFewRows, kMostByTwo, 200},
                                              {128, 2, 0.46, 2.0, 14.0, kFewRows, kMostByTwo}};
-constexpr ClusterTile kClusterExpandedFp8Tiles[] = {{64, 1, 0.28, 1.2, 1.3, kFewRows, 256},
-                                                    {64, 2, 0.48, 1.2, 1.3, kFewRows, 256},
-                                                    {64, 1, 0.32, 2.2, 1.6, kTallRows, 104},
-                                                    {64, 1, 0.41, 2.6, 2.0, kTallRows, 128},
-                                                    {128, 1, 0.68, 2.5, 1.8, kTallRows, 128},
-                                                    {112, 1, 0.68, 2.5, 1.8, kTallRows, 128}};
+constexpr ClusterTile kClusterExpandedFp8Tiles[] = {{64, 1, 0.281, 3.6, 1.5},
+                                                    {64, 2, 0.48, 4.3, 1.5, kFewRows, 256},
+                                                    {128, 1, 0.512, 3.7, 3.4},
+                                                    {64, 1, 0.409, 4.6, 0.9, kTallRows, 104},
+                                                    {64, 1, 0.474, 3.8, 1.3, kTallRows},
+                                                    {128, 1, 0.755, 4.0, 2.6, kTallRows},
+                                                    {112, 1, 0.755, 4.0, 2.6, kTallRows}};
 
 /// Whether such rows may be the cluster kernel's: whole groups, and no gates of 8 bits, which gain
 /// nothing by it.
@@ -78,7 +78,7 @@ constexpr bool may_be_for_cluster(const Shape& shape) {
   const bool gated = is_gated(shape.activation);
   if (shape.format == WeightFormat::kInt8) return !gated;
   if (shape.format == WeightFormat::kFp8)
-    return !gated && (shape.codes_x || shape.bfloat_x) && shape.scales_products;
+    return !gated && (shape.bfloat_x || (shape.codes_x && shape.scales_products));
   const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
   return shape.format == WeightFormat::kInt4 && shape.dtype == DType::kBFloat16 && whole &&
          shape.N % kStripRows == 0 && !(shape.byte_x && (gated || !shape.codes_x));
@@ -136,17 +136,15 @@ constexpr double cut_rows_for_cluster(const Shape& shape, double time, Config& c
 }
 
 /// Whole waves of tiles, and behind them the cluster kernel for the columns that remain, where that
-/// takes less than `time`: of an e4m3 x 6% more than the units of either, and a start and an end.
-/// Of 16 bits the waves' tiles are 128 x 256, or one of 192 rows: H200, lab, by turns, us, 256 and
-/// 512 rows of 3584 x 18944 behind 256 x 128 and so 54.2, 102.0 and 51.2, 99.6.
+/// takes less than `time`: a start and an end more than the units of either.
+/// Of 16 bits the waves' tiles are 128 x 256, or hold all rows, up to 224: H200, lab, by turns, us,
+/// 256 and 512 rows of 3584 x 18944 behind 256 x 128 and so 54.2, 102.0 and 51.2, 99.6.
 constexpr void cut_rest(const Shape& shape, double time, Config& config) {
-  constexpr double kMore = 1.0, kLongerToFp8 = 1.06, kMoreToFp8 = 3.2, kLong = 1e9;
-  if (is_gated(shape.activation) || shape.format != WeightFormat::kInt4 ||
-      !may_be_for_cluster(shape))
-    return;
+  constexpr double kMore = 1.0, kMoreOfFp8 = 2.0, kMoreToFp8 = 1.5, kLong = 1e9;
+  if (is_gated(shape.activation) || !may_be_for_cluster(shape)) return;
   const bool to_fp8 = shape.byte_x;
   const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
-  const auto consider = [&](const TileTime& tile, double longer, double more) {
+  const auto consider = [&](const TileTime& tile, double more) {
     const auto along_m = static_cast<std::int32_t>(ceil_div<std::int64_t>(shape.M, tile.rows));
     const auto waves =
         static_cast<std::int32_t>(tiles_of(shape, tile.rows, tile.cols) / kBlocksWanted);
@@ -155,7 +153,7 @@ constexpr void cut_rest(const Shape& shape, double time, Config& config) {
     if (waves == 0 || rest.N <= 0) return;
     Config by_cluster{};
     const double of_rest = cut_rows_for_cluster(rest, kLong, by_cluster);
-    const double takes = longer * (waves * (tile.step * steps + tile.ends) + of_rest) + more;
+    const double takes = waves * (tile.step * steps + tile.ends) + of_rest + more;
     if (takes >= time) return;
     time = takes;
     config = {.path = to_fp8 ? Path::kExpandToFp8 : Path::kExpand,
@@ -168,11 +166,18 @@ constexpr void cut_rest(const Shape& shape, double time, Config& config) {
   };
   if (to_fp8) {
     if (config.path == Path::kExpandToFp8)
-      consider(kExpandToFp8Tiles[0], kLongerToFp8, kMoreToFp8);
+      consider(kExpandToFp8Tiles[0], kMoreToFp8);
     return;
   }
-  for (const TileTime& tile : kExpandTiles)
-    if (tile.cols == 256 || (tile.rows == 192 && shape.M <= tile.rows)) consider(tile, 1.0, kMore);
+  const auto consider_all = [&](const auto& tiles, double more) {
+    for (const TileTime& tile : tiles)
+      if (tile.cols == 256 || (is_between(tile) && shape.M <= tile.rows)) consider(tile, more);
+  };
+  if (shape.format == WeightFormat::kInt4) {
+    consider_all(kExpandTiles, kMore);
+  } else {
+    consider_all(kExpandFp8Tiles, kMoreOfFp8);
+  }
 }
 
 /// How the cluster kernel multiplies it.

@@ -3,7 +3,7 @@
 #include "device/matrix_map.cuh"
 #include "device/properties.cuh"
 #include "device/ticket.h"
-#include "device/ptx/wgmma_registers.cuh"
+#include "device/ptx/wgmma_registers_few.cuh"
 #include "kernels/gemm_launch.cuh"
 #include "kernels/gemm_sm90_expand_fp8.cuh"
 #include "kernels/gemm_sm90_expand_produce.cuh"
@@ -213,7 +213,8 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
                                        Tile::kBoxCols, kDepth, true);
   }
   launch.y = device::matrix_map({p.y, 2, p.M, out_cols, out_cols},
-                                is_scaled_alone<Tile>(p) ? kChunk : kOutRows, kOutColumns, true);
+                                is_scaled_alone<Tile>(p) ? Tile::kPlainRows : kOutRows,
+                                kOutColumns, true);
   launch.copies_residual = config.segments == 1 && device::is_mappable(residual_of(p));
   if (launch.copies_residual)
     launch.residual = device::matrix_map(residual_of(p), Tile::kRows, kOutColumns, true);
@@ -260,13 +261,19 @@ void launch_large(const GemmParams& p, const gemm_config::Config& config, void* 
 template <class T, WeightFormat kFormat, bool kBlocks>
 void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void* parts,
                     Stream stream) {
-  constexpr bool kTails = kFormat == WeightFormat::kInt4 && std::is_same_v<T, __nv_bfloat16>;
-  if constexpr (std::is_same_v<T, __nv_bfloat16>) {  // fewer kernels for float16
+  constexpr bool kTails = std::is_same_v<T, __nv_bfloat16>;  // fewer kernels for float16
+  if constexpr (kTails) {
     if (config.tile_rows == 256 && config.segments > 1)
       return launch_tiles<Tile<T, kFormat, kBlocks, 256, 1, true>>(p, config, parts, stream);
-    if constexpr (kFormat == WeightFormat::kInt4)
-      if (config.tile_rows == 192)
-        return launch_tiles<Tile<T, kFormat, kBlocks, 192, 1, true>>(p, config, parts, stream);
+    if (config.tile_rows == 160)
+      return launch_tiles<Tile<T, kFormat, kBlocks, 160, 1, true, false, true>>(p, config, parts,
+                                                                                stream);
+    if (config.tile_rows == 192)
+      return launch_tiles<Tile<T, kFormat, kBlocks, 192, 1, true, false, true>>(p, config, parts,
+                                                                                stream);
+    if (config.tile_rows == 224)
+      return launch_tiles<Tile<T, kFormat, kBlocks, 224, 1, false, false, true>>(p, config, parts,
+                                                                                 stream);
   }
   if (config.tile_rows == 256) {
     using Large = Tile<T, kFormat, kBlocks, 256, 1, false, false, kTails>;
@@ -300,6 +307,9 @@ void launch_expand(const GemmParams& p, const gemm_config::Config& config, void*
         if (config.tile_rows == 256)
           return launch_large<Tile<T, kInt4, false, 256, 1, false, true, true>>(p, config, parts,
                                                                                 stream);
+        if (config.tile_rows == 192)
+          return launch_tiles<Tile<T, kInt4, false, 192, 1, true, true, true>>(p, config, parts,
+                                                                               stream);
       }
       constexpr bool kTails = std::is_same_v<T, __nv_bfloat16>;
       launch_tiles<Tile<T, kInt4, false, 128, 1, true, true, kTails>>(p, config, parts, stream);

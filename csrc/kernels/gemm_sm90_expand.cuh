@@ -45,16 +45,19 @@ struct Tile {
   static constexpr int kRows = kRows_;                      // of x: wgmma's columns
   static constexpr int kBoxCols = kBands * kWarpgroupRows;  // weight rows of half a tile
   static constexpr int kBoxBytes = kBoxCols * kDepth / (kInt4 ? 2 : 1);
-  static constexpr int kStages = kFp8X          ? (kRows == 256 ? 4 : 7)
-                                 : kRows == 256 ? (kInt4 ? 5 : 4)
-                                 : kRows == 192 ? 6
+  static constexpr int kStages = kRows == 256   ? (kInt4 && !kFp8X ? 5 : 4)
+                                 : kRows == 224 ? 5
+                                 : kRows == 192 ? (kFp8X ? 5 : 6)
+                                 : kRows == 160 ? (kInt4 ? 7 : 6)
+                                 : kFp8X        ? 7
                                  : kBands == 2  ? (kInt4 ? 7 : 5)
                                                 : 8;
   /// A stage's words and scales are read a step ahead of their expansion, where registers allow.
   /// H200, lab, by turns, us, so and before: tiles of 128 x 128, 256 rows of 4096 x 6144 25.0 and
   /// 25.3, of 8192 x 8192 49.8 and 50.8. Of 256 x 128 with a GELU 1561 and 1437, so not those.
   static constexpr bool kReadsAhead = kInt4 && !kFp8X && kRows != 256;
-  static constexpr int kChunks = kBands * kRows / kChunk;   // of a warpgroup's sums
+  /// Rows of x that a warpgroup stores at once of what is plain.
+  static constexpr int kPlainRows = kRows % kChunk == 0 ? kChunk : kOutRows;
 };
 
 /// Sums on their way from block to block through L2, in slots, and signs that they are there: this

@@ -156,7 +156,7 @@ __device__ __forceinline__ void multiply_few_rows(Shared<Tile>& shared, Ring<Til
   }
 }
 
-/// 256 rows: beside their sums there are no registers for the products of both halves, nor for the
+/// More rows: beside their sums there are no registers for the products of both halves, nor for the
 /// next stage's weights. The other warpgroup multiplies meanwhile.
 template <class Tile>
 __device__ __forceinline__ void multiply_many_rows(Shared<Tile>& shared, Ring<Tile::kStages>& ring,
@@ -221,7 +221,7 @@ __device__ __forceinline__ void multiply_fp8_tile(Shared<Tile>& shared, Ring<Til
   for (auto& piece : sums[0])
 #pragma unroll
     for (float& sum : piece) sum = 0.0f;
-  if constexpr (Tile::kRows == 256) {
+  if constexpr (Tile::kRows > 128) {
     multiply_many_rows<Tile>(shared, ring, sums, work, me);
   } else {
     multiply_few_rows<Tile>(shared, ring, sums, work, me);

@@ -121,7 +121,9 @@ template <class Tile, int kSegments>
 __device__ __forceinline__ void exchange(const Launch& launch, const Work& work, Sums<Tile>& sums,
                                          const Consumer& me) {
   constexpr int kShare = kEights<Tile> / kSegments;
-  constexpr int kAtOnce = Tile::kRows == 256 ? 2 : kShare * kSegments == 16 ? kShare : kShare / 2;
+  constexpr int kAtOnce = Tile::kRows == 256                            ? 2
+                          : kShare * kSegments == 16 || kShare % 2 == 1 ? kShare
+                                                                        : kShare / 2;
   static_assert(kShare * kSegments == kEights<Tile> && kShare % kAtOnce == 0);
   const int first_block = static_cast<int>(blockIdx.x) - work.segment;
   float4* part = part_of<Tile>(launch, static_cast<int>(blockIdx.x), me);

@@ -59,19 +59,19 @@ __device__ __forceinline__ float2 scales_of_x(const GemmParams& p, const RowFact
   return *reinterpret_cast<const float2*>(factors.x_scales + row);
 }
 
-/// A band's 64 columns of y through a warpgroup's boxes, 64 rows of x at a time, transposed on the
-/// way.
+/// A band's 64 columns of y through a warpgroup's boxes, some rows of x at a time, transposed on
+/// the way.
 template <class Tile>
 __device__ __forceinline__ void store_plain(const Launch& launch, Shared<Tile>& shared,
                                             const Place& place, const Sums<Tile>& sums,
                                             const RowFactors<Tile>& factors, const Consumer& me) {
   using T = typename Tile::T;
-  constexpr int kPieces = kChunk / 8;
+  constexpr int kRows = Tile::kPlainRows, kPieces = kRows / 8;
   const int matrix = me.lane / 8, chunk = me.warp * 2 + matrix % 2;
 #pragma unroll
   for (int band = 0; band < Tile::kBands; ++band)
 #pragma unroll
-    for (int box = 0; box < Tile::kRows / kChunk; ++box) {
+    for (int box = 0; box < Tile::kRows / kRows; ++box) {
       auto& out = shared.wide[me.warpgroup][box % 2];
       // A tile may have an odd number of boxes: its last store was perhaps from the first.
       if (me.thread == 0)
@@ -85,7 +85,7 @@ __device__ __forceinline__ void store_plain(const Launch& launch, Shared<Tile>& 
           const float(&of)[4] = sums[band][box * kPieces + i + j / 2];
           const float scale = factors.scale[band][j % 2], bias = factors.bias[band][j % 2];
           const float2 of_x = scales_of_x<Tile>(
-              launch.gemm, factors, box * kChunk + (i + j / 2) * 8 + me.in_quad * 2);
+              launch.gemm, factors, box * kRows + (i + j / 2) * 8 + me.in_quad * 2);
           const auto scaled = [&](float sum, float x_scale) {
             return __fadd_rn(__fmul_rn(__fmul_rn(sum, x_scale), scale), bias);
           };
@@ -99,7 +99,7 @@ __device__ __forceinline__ void store_plain(const Launch& launch, Shared<Tile>& 
       if (me.thread == 0) {
         const int column = weight_row<Tile>(launch, place.n, half_of<Tile>(me.warpgroup, band)) +
                            first_in_half<Tile>(me.warpgroup);
-        ptx::store_matrix(&launch.y, out, column, place.m * Tile::kRows + box * kChunk);
+        ptx::store_matrix(&launch.y, out, column, place.m * Tile::kRows + box * kRows);
         ptx::commit_stores();
       }
     }

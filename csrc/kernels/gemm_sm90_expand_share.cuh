@@ -12,10 +12,10 @@ __device__ __forceinline__ void put_rows(Chunk& chunk, const Sums<Tile>& sums, i
 #pragma unroll
   for (int b = 0; b < Tile::kBands; ++b)
 #pragma unroll
-    for (int c = 0; c < Tile::kRows / kCount; ++c) {
+    for (int c = 0; c < ceil_div(Tile::kRows, kCount); ++c) {
       if (b != band || c != index) continue;
 #pragma unroll
-      for (int i = 0; i < kCount / 8; ++i)
+      for (int i = 0; i < min(kCount, Tile::kRows - c * kCount) / 8; ++i)
 #pragma unroll
         for (int j = 0; j < 4; ++j)
           *chunk.at(to + i * 8 + me.in_quad * 2 + j % 2, me.warp * 16 + me.quad + j / 2 * 8) =
@@ -35,7 +35,7 @@ struct ChunkOf {
       // One band, paired: gates and up rows are in different warpgroups, which finish half the rows
       // each; two bands: a warpgroup puts both into its chunk, the up rows below.
       : paired(is_gated(launch.gemm.activation)), both(paired && Tile::kBands == 1) {
-    constexpr int kPerBand = Tile::kRows / kChunk;
+    constexpr int kPerBand = ceil_div(Tile::kRows, kChunk);
     const int rows = paired && !both ? kChunk / 2 : kChunk;
     band = paired ? 0 : c / kPerBand;
     index = paired ? c : c % kPerBand;

@@ -85,11 +85,13 @@ struct Weights {
     }
   }
 
-  /// Stage `stage`, which holds columns [64 k, 64 k + 64).
+  /// Stage `stage`, which holds columns [64 k, 64 k + 64); behind the last it is the first again.
   __device__ __forceinline__ void load(int stage, int k) {
 #pragma unroll
     for (int band = 0; band < Tile::kBands; ++band) {
-      if (Tile::kBlocks) block_scale[band] = blocks[band][k / (kScaleBlock / Tile::kDepth)];
+      if (Tile::kBlocks)
+        block_scale[band] = blocks[band][(Tile::kTails && k >= launch.steps ? k - launch.steps : k) /
+                                         (kScaleBlock / Tile::kDepth)];
       if constexpr (Tile::kInt4) {
         const uint4 v = *reinterpret_cast<const uint4*>(&shared.weight[stage][0][words_at[band]]);
         words[band][0] = v.x;
@@ -118,10 +120,10 @@ struct Weights {
           // Rows of 64 bytes with the swizzle of their size: chunks of 16 move by row / 2.
           const std::uint8_t* rows = shared.weight[stage][half_of<Tile>(me.warpgroup, band)];
           const int r = row() + 8 * (i % 2), chunk = step ^ (me.quad / 2);
-          std::uint32_t& value = to.a[band][i];
-          value = device::convert_e4m3_pair<T>(*reinterpret_cast<const std::uint16_t*>(
-              rows + r * Tile::kDepth + chunk * 16 + i / 2 * 8 + me.in_quad * 2));
-          if (Tile::kBlocks) value = device::scale_pair<T>(value, block_scale[band]);
+          const auto raw = *reinterpret_cast<const std::uint16_t*>(
+              rows + r * Tile::kDepth + chunk * 16 + i / 2 * 8 + me.in_quad * 2);
+          to.a[band][i] = Tile::kBlocks ? device::scale_e4m3_pair<T>(raw, block_scale[band])
+                                        : device::convert_e4m3_pair<T>(raw);
         }
       }
   }
