@@ -137,19 +137,20 @@ EXPANDED_FP8 = [
     (140, 4608, 1024, "cluster"),  # of 128, by 64 of x
     (250, 2048, 2048, "cluster"),  # rows of the last tile are multiplied twice
     (128, 4096, 14336, "segments"),
-    (140, 6144, 2048, "segments"),  # tiles of 160 rows of x
+    (140, 6144, 4096, "segments"),  # tiles of 160 rows of x
+    (140, 4096, 2048, "cluster"),  # of gates four segments under such tiles
     (650, 1024, 5120, "segments"),  # of 192
     (210, 4096, 14336, "segments"),  # of 256
     (210, 4608, 2048, "tail"),  # of 128
-    (140, 8704, 3584, "tail"),  # of 160
+    (140, 8704, 4096, "tail"),  # of 160
     (170, 8704, 3584, "tail"),  # of 192
-    (170, 8704, 2048, "tail"),  # of 224
+    (210, 8704, 4096, "tail"),  # of 224
     (450, 6144, 3584, "tail"),  # of 256
     (300, 8712, 2064, "even"),  # of 160, the last tile and the last stage are not whole
     (330, 8704, 2048, "even"),  # of 192
     (440, 8704, 2048, "even"),  # of 224
     (1000, 10240, 3584, "even"),  # of 256 behind a whole wave
-    (140, 6144, 1024, "whole"),  # of 160
+    (140, 8704, 1024, "whole"),  # of 160
     (170, 8704, 1024, "whole"),  # of 224
     (300, 8704, 1024, "whole"),  # tiles of 256 weight rows
     (140, 18944, 1024, "rest"),  # the last columns are the cluster kernel's

@@ -156,7 +156,7 @@ __device__ __forceinline__ void release_residual(const Launch& launch, Shared<Ti
 
 /// What is finished of a warpgroup's sums, kAtOnce rows of x at a time: of each band, or of the
 /// gates; with one band gates and up rows are in different warpgroups, which finish half of the
-/// rows each.
+/// rows each. Where these are odd, the second has nothing of its own at the end.
 template <class Tile>
 struct Finished {
   static constexpr int kPerBand = Tile::kRows / kAtOnce, kMost = Tile::kBands * kPerBand;
@@ -166,12 +166,21 @@ struct Finished {
   __host__ __device__ constexpr explicit Finished(Activation activation)
       : gated(is_gated(activation)),
         trades(gated && Tile::kBands == 1),
-        count(trades ? kPerBand / 2 : gated ? kPerBand : kMost) {}
+        count(trades ? ceil_div(kPerBand, 2) : gated ? kPerBand : kMost) {}
 
   __device__ __forceinline__ int band(int i) const { return gated ? 0 : i / kPerBand; }
+  /// Whether there is an `i`-th of this warpgroup.
+  __device__ __forceinline__ bool has(int i, const Consumer& me) const {
+    return kPerBand % 2 == 0 || !trades || me.warpgroup * count + i < kPerBand;
+  }
+  /// The up rows that are traded for the `i`-th gates.
+  __device__ __forceinline__ int up(int i) const {
+    return kPerBand % 2 == 0 ? count + i : min(count + i, kPerBand - 1);
+  }
   /// First of its rows in the tile.
   __device__ __forceinline__ int row(int i, const Consumer& me) const {
-    return (trades ? me.warpgroup * count + i : i % kPerBand) * kAtOnce;
+    const int index = trades ? me.warpgroup * count + i : i % kPerBand;
+    return (kPerBand % 2 == 0 ? index : min(index, kPerBand - 1)) * kAtOnce;
   }
   __device__ __forceinline__ int column(const Launch& launch, int n, int i,
                                         const Consumer& me) const {
@@ -315,8 +324,7 @@ __device__ __forceinline__ void store_any(const Launch& launch, Shared<Tile>& sh
     take<Tile>(values[0], p, sums, factors, all.band(i), i % All::kPerBand, first, me);
     if (all.gated) {
       Values ups[1];
-      take<Tile>(ups[0], p, sums, factors, Tile::kBands - 1, all.trades ? all.count + i : i, first,
-                 me);
+      take<Tile>(ups[0], p, sums, factors, Tile::kBands - 1, all.trades ? all.up(i) : i, first, me);
       if (all.trades) trade<Tile>(values, ups, shared, me);
       gate<T>(activation, values[0], ups[0]);
     } else {
@@ -337,7 +345,7 @@ __device__ __forceinline__ void store_any(const Launch& launch, Shared<Tile>& sh
     put_box<Tile>(shared, box, packed, me);
     ptx::fence_async_shared();
     me.meet();  // the box is whole
-    if (me.thread != 0) continue;
+    if (me.thread != 0 || !all.has(i, me)) continue;
     ptx::store_matrix(&launch.y, shared.out[me.warpgroup][box], column,
                       place.m * Tile::kRows + row);
     ptx::commit_stores();

@@ -91,6 +91,7 @@ constexpr double cut_for_fp8(const Shape& shape, Config& config) {
 /// so each has an SM: on a GPU of fewer there are fewer of them. Returns that time.
 constexpr double cut_for_expand(const Shape& shape, Config& config) {
   constexpr double kTailAdds = 1.5, kLeastGain = 1.01;
+  constexpr double kTrades = 2.0, kTradesBetween = 4.0;  // gates for ups, of two warpgroups
   const bool to_fp8 = config.path == Path::kExpandToFp8;
   const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
   const std::int32_t at_once = std::min<std::int32_t>(shape.sms, kBlocksWanted);
@@ -112,14 +113,16 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
   const auto consider_tile = [&](const TileTime& tile) {
     const bool full = shape.dtype == DType::kBFloat16;  // float16 has fewer kernels
     if (!full && (is_between(tile) || (tile.rows == 256 && to_fp8))) return;
-    if (is_gated(shape.activation) && tile.rows % 64 != 0) return;
+    const bool trades = is_gated(shape.activation) && tile.cols == 128;
+    const double ends =
+        tile.ends + (!trades ? 0.0 : is_between(tile) ? kTradesBetween : kTrades);
     const std::int64_t tiles = tiles_of(shape, tile.rows, tile.cols);
     const auto whole = static_cast<double>(ceil_div<std::int64_t>(tiles, kBlocksWanted));
-    consider(tile, whole * (tile.step * steps + tile.ends), {});
+    consider(tile, whole * (tile.step * steps + ends), {});
     if (tile.evens == 0.0 || (tile.rows == 256 && !full)) return;
     for (const std::int32_t segments : {2, 4})
       if (tiles * segments <= at_once && segments <= steps && tile.add > 0.0)
-        consider(tile, tile.step * ceil_div(steps, segments) + tile.ends + tile.add,
+        consider(tile, tile.step * ceil_div(steps, segments) + ends + tile.add,
                  {.segments = segments});
     for (const std::int32_t tails : {2, 3}) {
       if (tails == 2 && to_fp8) continue;  // was not measured
@@ -127,12 +130,12 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
           static_cast<std::int32_t>((steps - tails * tile.leaves / tile.step) / (tails + 1));
       if (tail > 0 && tiles + ceil_div<std::int64_t>(tiles, tails) <= at_once &&
           (tile.rows > 128 || !to_fp8))
-        consider(tile, tile.step * (steps - tail) + tile.ends + kTailAdds,
+        consider(tile, tile.step * (steps - tail) + ends + kTailAdds,
                  {.tail = tail, .tails = tails});
     }
     const double waves = static_cast<double>(tiles) / at_once;
     if (full && waves > 1.0)
-      consider(tile, kLeastGain * (waves * (tile.step * steps + tile.ends) + tile.evens),
+      consider(tile, kLeastGain * (waves * (tile.step * steps + ends) + tile.evens),
                {.even = true});
   };
   if (to_fp8) {
