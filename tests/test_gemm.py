@@ -471,7 +471,7 @@ def test_no_kernel_is_told_of_what_no_product_has(changed: dict[str, Any], messa
         (65, {"hopper": True, "format": "int4"}, "cluster"),
         (256, {"hopper": True, "format": "int4"}, "cluster"),
         (1025, {"hopper": True, "format": "int4"}, "expand"),
-        (65, {"hopper": True, "format": "int4", "dtype": "float16"}, "expand"),
+        (65, {"hopper": True, "format": "int4", "dtype": "float16"}, "cluster"),
         (65, {"hopper": True, "format": "fp8"}, "cluster"),
         (65, {"hopper": True, "format": "fp8", "activation": "silu_mul"}, "expand"),
         (65, {"hopper": True, "format": "fp8", "dtype": "float16"}, "expand"),

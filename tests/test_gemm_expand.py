@@ -80,6 +80,23 @@ def test_who_multiplies_a_tile(M: int, N: int, K: int, expected: str) -> None:
     assert who(plan(M, N, K)) == expected
 
 
+@pytest.mark.parametrize(
+    ("M", "N", "K", "rows", "expected"),
+    [
+        (96, 4096, 4096, 128, "cluster"),  # tall tiles
+        (250, 2048, 2048, 64, "cluster"),
+        (300, 4096, 4096, 160, "segments"),
+        (300, 8704, 3584, 160, "even"),
+        (330, 8704, 5120, 192, "even"),
+        (650, 6144, 3584, 224, "even"),
+        (230, 10240, 14336, 256, "tail"),
+    ],
+)
+def test_who_multiplies_int4_by_float16(M: int, N: int, K: int, rows: int, expected: str) -> None:
+    chosen = choice_of(M, N, K, "int4", dtype="float16")
+    assert (who(chosen), chosen["tile_rows"]) == (expected, rows)
+
+
 @pytest.mark.parametrize("sms", [132, 78])
 def test_blocks_that_wait_for_each_other_run_at_once(sms: int) -> None:
     """Blocks of a tile's segments, and those of tails, have an SM each."""
@@ -101,13 +118,16 @@ def test_blocks_that_wait_for_each_other_run_at_once(sms: int) -> None:
 @pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
 @pytest.mark.parametrize("zero_point", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("group", [128, 64])  # of 64 tiles are never the cluster kernel's
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("M", "N", "K"), [shape[:3] for shape in SHARED])
-def test_shared_tiles(M: int, N: int, K: int, group: int, zero_point: bool, gated: bool) -> None:
+def test_shared_tiles(
+    M: int, N: int, K: int, dtype: torch.dtype, group: int, zero_point: bool, gated: bool
+) -> None:
     """The sums of several blocks, in a launch that a graph runs again, over any workspace."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
     weight = ops.pack_int4(normal(N, K) * K**-0.5, group, zero_point)
     bias, x = normal(N), normal(M, K)

@@ -271,6 +271,9 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
   if (p.M <= 32 && !other_bits) return launch_format<T, 32>(p, config, stream);
   if (p.weight.format == kDense && p.M > gemm_config::kFewRows)
     return launch<T, T, StageLayout<kDense, false, kManyTokens>>(p, config, stream);
+  if constexpr (std::is_same_v<T, __half>)
+    if (config.tile_rows > gemm_config::kFewRows)
+      return launch<T, T, StageLayout<kInt4, false, kManyTokens>>(p, config, stream);
   if constexpr (std::is_same_v<T, __nv_bfloat16>)
     if (config.tile_rows > gemm_config::kFewRows) {
       if (p.weight.format == kFp8)

@@ -44,6 +44,12 @@ constexpr ClusterTile kClusterTiles[] = {
     {128, 1, 0.646, 3.4, 2.1, kTallRows},
     {128, 1, 0.905, 3.5, 5.0, 176},
     {kBroadCols, 1, 0.961, 3.4, 3.5, kTallRows}};
+constexpr ClusterTile kClusterHalfTiles[] = {{64, 1, 0.26, 3.1, 8.6},  // of float16
+                                             {112, 1, 0.468, 3.5, 0.9},
+                                             {128, 1, 0.468, 3.5, 0.9},
+                                             {64, 1, 0.392, 3.2, 0.7, kTallRows, 104},
+                                             {64, 1, 0.36, 4.1, 1.5, kTallRows},
+                                             {128, 1, 0.686, 3.2, 2.0, kTallRows}};
 constexpr ClusterTile kClusterCodesTiles[] = {{128, 1, 0.414, 3.2, 1.3},
                                               {112, 1, 0.414, 3.2, 1.3},
                                               {64, 1, 0.222, 2.85, 0.1},
@@ -80,8 +86,9 @@ constexpr bool may_be_for_cluster(const Shape& shape) {
   if (shape.format == WeightFormat::kFp8)
     return !gated && (shape.bfloat_x || (shape.codes_x && shape.scales_products));
   const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
-  return shape.format == WeightFormat::kInt4 && shape.dtype == DType::kBFloat16 && whole &&
-         shape.N % kStripRows == 0 && !(shape.byte_x && (gated || !shape.codes_x));
+  const bool known = shape.byte_x ? shape.codes_x && !gated && shape.dtype == DType::kBFloat16
+                                  : shape.dtype != DType::kFloat32;
+  return shape.format == WeightFormat::kInt4 && whole && shape.N % kStripRows == 0 && known;
 }
 
 /// That kernel where it takes less than `time`. H200, lab, us, expanded tiles and so: 4096 x 4096
@@ -129,6 +136,8 @@ constexpr double cut_rows_for_cluster(const Shape& shape, double time, Config& c
     for (const ClusterTile& tile : kClusterFp8Tiles) consider(tile);
   } else if (shape.byte_x) {
     for (const ClusterTile& tile : kClusterCodesTiles) consider(tile);
+  } else if (shape.dtype == DType::kFloat16) {
+    for (const ClusterTile& tile : kClusterHalfTiles) consider(tile);
   } else {
     for (const ClusterTile& tile : kClusterTiles) consider(tile);
   }
@@ -140,7 +149,7 @@ constexpr double cut_rows_for_cluster(const Shape& shape, double time, Config& c
 /// Of 16 bits the waves' tiles are 128 x 256, or hold all rows, up to 224: H200, lab, by turns, us,
 /// 256 and 512 rows of 3584 x 18944 behind 256 x 128 and so 54.2, 102.0 and 51.2, 99.6.
 constexpr void cut_rest(const Shape& shape, double time, Config& config) {
-  constexpr double kMore = 1.0, kMoreOfFp8 = 2.0, kMoreToFp8 = 1.5, kLong = 1e9;
+  constexpr double kMore = 1.0, kMoreOfOthers = 2.0, kMoreToFp8 = 1.5, kLong = 1e9;
   if (is_gated(shape.activation) || !may_be_for_cluster(shape)) return;
   const bool to_fp8 = shape.byte_x;
   const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
@@ -173,10 +182,12 @@ constexpr void cut_rest(const Shape& shape, double time, Config& config) {
     for (const TileTime& tile : tiles)
       if (tile.cols == 256 || (is_between(tile) && shape.M <= tile.rows)) consider(tile, more);
   };
-  if (shape.format == WeightFormat::kInt4) {
-    consider_all(kExpandTiles, kMore);
+  if (shape.format != WeightFormat::kInt4) {
+    consider_all(kExpandFp8Tiles, kMoreOfOthers);
+  } else if (shape.dtype == DType::kFloat16) {
+    consider_all(kExpandHalfTiles, kMoreOfOthers);
   } else {
-    consider_all(kExpandFp8Tiles, kMoreOfFp8);
+    consider_all(kExpandTiles, kMore);
   }
 }
 

@@ -27,8 +27,8 @@ constexpr Stages stages_of(std::int32_t steps, std::int32_t segments, std::int32
 /// for each stage of K (128 columns of an x of 8 bits, else 64), `ends` to start and end, `add` to
 /// add up the sums of several blocks that have a segment of K each; 0: none do; `leaves` to leave a
 /// tail's; `evens` to leave and add those of even shares; 0: a tile is multiplied by one block. Of
-/// 270 cases of fp8 by bf16, 100 of int4 and 118 of it by e4m3 (9 shapes, 80 to 1536 rows, each by
-/// all cuts) the choice is 0.2 to 0.3% from the best on average, 12% at most.
+/// 270 cases of fp8 by bf16, 100 of int4, 96 of it by float16 and 118 by e4m3 (6 to 9 shapes, 80 to
+/// 1536 rows, each by all cuts) the choice is 0.1 to 0.3% from the best on average, 12% at most.
 struct TileTime {
   std::int32_t rows, cols;
   double step, ends, add = 0.0, leaves = 0.0, evens = 0.0;
@@ -50,8 +50,14 @@ constexpr TileTime kExpandTiles[] = {{256, 128, 0.62, 3.8, 8.5, 4.6, 11.0},
                                      {160, 128, 0.40, 3.6, 6.8, 5.0, 11.0},
                                      {128, 256, 0.65, 3.3},
                                      {128, 128, 0.34, 3.5, 6.2, 3.1, 8.0}};
+constexpr TileTime kExpandHalfTiles[] = {{256, 128, 0.625, 4.8, 7.5, 4.6, 10.3},  // float16
+                                         {224, 128, 0.552, 4.4, 0.0, 5.4, 10.3},
+                                         {192, 128, 0.479, 3.7, 7.3, 5.4, 10.3},
+                                         {160, 128, 0.422, 3.7, 6.4, 5.0, 10.3},
+                                         {128, 256, 0.733, 4.8},
+                                         {128, 128, 0.403, 2.0, 6.2, 3.1, 5.8}};
 
-/// Tiles of more than 128 rows and less than 256, of which there are kernels of bfloat16 alone.
+/// Tiles of more than 128 rows and less than 256.
 constexpr bool is_between(const TileTime& tile) {
   return tile.rows > 128 && tile.rows < 256;
 }
@@ -111,7 +117,9 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
     config.even = cut.even;
   };
   const auto consider_tile = [&](const TileTime& tile) {
-    const bool full = shape.dtype == DType::kBFloat16;  // float16 has fewer kernels
+    // float16 has fewer kernels
+    const bool full = shape.dtype == DType::kBFloat16 ||
+                      (shape.format == WeightFormat::kInt4 && !to_fp8);
     if (!full && (is_between(tile) || (tile.rows == 256 && to_fp8))) return;
     const bool trades = is_gated(shape.activation) && tile.cols == 128;
     const double ends =
@@ -142,6 +150,8 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
     for (const TileTime& tile : kExpandToFp8Tiles) consider_tile(tile);
   } else if (shape.format == WeightFormat::kFp8) {
     for (const TileTime& tile : kExpandFp8Tiles) consider_tile(tile);
+  } else if (shape.dtype == DType::kFloat16) {
+    for (const TileTime& tile : kExpandHalfTiles) consider_tile(tile);
   } else {
     for (const TileTime& tile : kExpandTiles) consider_tile(tile);
   }
