@@ -14,9 +14,10 @@ namespace ridgeline::gemm_config {
 /// units of kExpandToFp8Tiles: it is taken as it is. Of 8 bits by 8 in units of kFp8Tiles; up to
 /// 200 blocks, two an SM, bring more of L2 a clock than one an SM of tiles twice as long. Weights
 /// that are expanded, 128 rows at a time, too, of which up to 104 leave room for two stages more,
-/// and int4 by 16 bits by as many rows as divide x with few multiplied twice; fp8 by 16 bits in
-/// units of kExpandFp8Tiles. int4 by 192 weight rows of three warpgroups. Of 99 cases of int4 (9 shapes, 128 to 1024 rows, each by cuts that were thought to
-/// be near the best) the choice is 0.2% from the best on average, 6% at most.
+/// and int4 by bfloat16 by as many rows as divide x with few multiplied twice; fp8 by bfloat16 in
+/// units of kExpandFp8Tiles, int4 by float16 of kExpandHalfTiles. int4 by 192 weight rows of three
+/// warpgroups. Of 99 cases of int4 (9 shapes, 128 to 1024 rows, each by cuts that were thought to be
+/// near the best) the choice is 0.2% from the best on average, 6% at most.
 struct ClusterTile {
   std::int32_t cols, blocks;  // of a tile, of an SM
   double step, ends, add;

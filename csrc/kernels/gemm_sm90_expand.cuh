@@ -19,10 +19,10 @@ constexpr int kOutRows = 32;    // of y in a box, but 64 of what is plain, ...
 constexpr int kBoxes = 4;       // ... of which a warpgroup has so many
 
 /// kRows_ rows of x by kBands bands of 64 weight rows a warpgroup: 256 by 128 expand each weight
-/// half as often, 192 by 128 leave fewer rows empty, 128 by 256 suit fewer rows, 128 by 128 make
-/// tiles where those are few. kBlocks: fp8 weights with scales of 128 x 128. kCuts: several blocks
-/// may multiply a tile; of 256 rows they always do, for which there are no registers otherwise.
-/// kTails: of 256 rows, too, some may take tails of others' tiles, or of either, all even shares.
+/// half as often, 160 to 224 by 128 leave fewer rows empty, 128 by 256 suit fewer rows, 128 by 128
+/// make tiles where those are few. kBlocks: fp8 weights with scales of 128 x 128. kCuts: several
+/// blocks may multiply a segment of a tile's K each; of 256 rows they always do, for which there are
+/// no registers otherwise. kTails: some may take tails of others' tiles, or all even shares.
 /// kFp8X: x is e4m3, and int4 becomes that.
 template <class T_, WeightFormat kFormat_, bool kBlocks_, int kRows_, int kBands_, bool kCuts_,
           bool kFp8X_ = false, bool kTails_ = false>
