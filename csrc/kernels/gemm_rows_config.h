@@ -146,9 +146,9 @@ constexpr double cut_rows_for_cluster(const Shape& shape, double time, Config& c
 }
 
 /// Whole waves of tiles, and behind them the cluster kernel for the columns that remain, where that
-/// takes less than `time`: a start and an end more than the units of either.
-/// Of 16 bits the waves' tiles are 128 x 256, or hold all rows, up to 224: H200, lab, by turns, us,
-/// 256 and 512 rows of 3584 x 18944 behind 256 x 128 and so 54.2, 102.0 and 51.2, 99.6.
+/// takes less than `time`: a start and an end more than the units of either. Of 16 bits the waves'
+/// tiles are 128 x 256, or hold all rows, up to 224: H200, lab, by turns, us, 256 and 512 rows of
+/// 3584 x 18944 behind 256 x 128 and so 54.2, 102.0 and 51.2, 99.6.
 constexpr void cut_rest(const Shape& shape, double time, Config& config) {
   constexpr double kMore = 1.0, kMoreOfOthers = 2.0, kMoreToFp8 = 1.5, kLong = 1e9;
   if (is_gated(shape.activation) || !may_be_for_cluster(shape)) return;
@@ -179,17 +179,11 @@ constexpr void cut_rest(const Shape& shape, double time, Config& config) {
       consider(kExpandToFp8Tiles[0], kMoreToFp8);
     return;
   }
-  const auto consider_all = [&](const auto& tiles, double more) {
-    for (const TileTime& tile : tiles)
-      if (tile.cols == 256 || (is_between(tile) && shape.M <= tile.rows)) consider(tile, more);
-  };
-  if (shape.format != WeightFormat::kInt4) {
-    consider_all(kExpandFp8Tiles, kMoreOfOthers);
-  } else if (shape.dtype == DType::kFloat16) {
-    consider_all(kExpandHalfTiles, kMoreOfOthers);
-  } else {
-    consider_all(kExpandTiles, kMore);
-  }
+  const bool others = shape.format == WeightFormat::kFp8 || shape.dtype == DType::kFloat16;
+  for_each_expand_tile(shape, [&](const TileTime& tile) {
+    if (tile.cols == 256 || (is_between(tile) && shape.M <= tile.rows))
+      consider(tile, others ? kMoreOfOthers : kMore);
+  });
 }
 
 /// How the cluster kernel multiplies it.

@@ -261,8 +261,8 @@ void launch_large(const GemmParams& p, const gemm_config::Config& config, void* 
 template <class T, WeightFormat kFormat, bool kBlocks>
 void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void* parts,
                     Stream stream) {
-  constexpr bool kBFloat = std::is_same_v<T, __nv_bfloat16>;
-  constexpr bool kTails = kBFloat || kFormat == WeightFormat::kInt4;  // fewer kernels otherwise
+  // Fewer kernels for float16.
+  constexpr bool kTails = std::is_same_v<T, __nv_bfloat16> || kFormat == WeightFormat::kInt4;
   if constexpr (kTails) {
     if (config.tile_rows == 256 && config.segments > 1)
       return launch_tiles<Tile<T, kFormat, kBlocks, 256, 1, true>>(p, config, parts, stream);

@@ -62,6 +62,18 @@ constexpr bool is_between(const TileTime& tile) {
   return tile.rows > 128 && tile.rows < 256;
 }
 
+/// The tiles of weights that are expanded to 16 bits.
+template <class Fn>
+constexpr void for_each_expand_tile(const Shape& shape, Fn&& fn) {
+  if (shape.format == WeightFormat::kFp8) {
+    for (const TileTime& tile : kExpandFp8Tiles) fn(tile);
+  } else if (shape.dtype == DType::kFloat16) {
+    for (const TileTime& tile : kExpandHalfTiles) fn(tile);
+  } else {
+    for (const TileTime& tile : kExpandTiles) fn(tile);
+  }
+}
+
 constexpr std::int64_t tiles_of(const Shape& shape, std::int32_t rows, std::int32_t cols) {
   return ceil_div<std::int64_t>(shape.M, rows) * ceil_div(shape.N, cols);
 }
@@ -148,12 +160,8 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
   };
   if (to_fp8) {
     for (const TileTime& tile : kExpandToFp8Tiles) consider_tile(tile);
-  } else if (shape.format == WeightFormat::kFp8) {
-    for (const TileTime& tile : kExpandFp8Tiles) consider_tile(tile);
-  } else if (shape.dtype == DType::kFloat16) {
-    for (const TileTime& tile : kExpandHalfTiles) consider_tile(tile);
   } else {
-    for (const TileTime& tile : kExpandTiles) consider_tile(tile);
+    for_each_expand_tile(shape, consider_tile);
   }
   return best;
 }
