@@ -58,3 +58,18 @@ def choice_of_experts(*args: Any, **options: Any) -> dict[str, Any]:
     path, *fields = plan_of_experts(*args, **options).split()
     pairs = (field.split("=") for field in fields)
     return {"path": path} | {k: int(v) if v.isdigit() else v for k, v in pairs}
+
+
+# Four experts with so many rows in the mean, and the rows of the tiles that they meet: N, K.
+TALL_SHAPE = (5600, 640)
+TALL_TILES = [
+    ("int4", 90, 96),
+    ("int4", 106, 112),
+    ("int4", 120, 128),
+    ("int4_zeros", 80, 96),
+    ("int4_zeros", 120, 128),
+    ("int4_groups", 80, 96),
+    ("int4_groups", 120, 128),
+    ("fp4", 80, 96),
+    ("fp4", 120, 128),
+]

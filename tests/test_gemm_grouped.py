@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ridgeline
+from gemm_choice import TALL_SHAPE, TALL_TILES
 from op_table.grouped import mxfp4_of
 from ridgeline import ops
 from ridgeline.roofline import op_cost
@@ -42,8 +43,9 @@ def check(kind: str, counts: list[int], N: int, K: int, gated: bool, device: str
     if kind == "dense":
         stacked, dense, meant = weight.view(experts, N, K), weight.float(), x.float()
         out = ops.grouped_linear(x, stacked, offsets, rows=rows, activation=activation)
-    elif kind == "int4":
-        packed = ops.pack_int4(weight)
+    elif kind.startswith("int4"):
+        group = 32 if kind == "int4_groups" else 128
+        packed = ops.pack_int4(weight, group, zero_point=kind == "int4_zeros")
         dense, meant = packed.dequantize().float(), x.float()
         of_experts = ops.Int4Experts.from_rows(packed, experts)
         out = ops.grouped_int4_linear(x, of_experts, offsets, rows=rows, activation=activation)
@@ -122,6 +124,16 @@ def test_chunks_of_few_rows_go_round_the_warps(K: int, kind: str, gated: bool) -
 def test_some_rows_meet_tiles_of_as_many(mean: int, kind: str, gated: bool, device: str) -> None:
     """Tiles of 16, 24, 32, 48, 64, 80 and 88 rows; one expert has more rows than its tile."""
     check(kind, [2 * mean, 0, mean + 1, mean - 1], 288, 384, gated, device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("kind", "mean", "rows"), TALL_TILES)
+def test_tall_tiles_of_four_bits(kind: str, mean: int, rows: int, gated: bool) -> None:
+    """One expert has more rows than its tile; the last tile of columns is not whole."""
+    N, K = TALL_SHAPE
+    check(kind, [2 * mean, 0, mean + 1, mean - 1], N, K, gated, "cuda")
+    check(kind, [rows, rows + 1, 1, 4 * mean - 2 * rows - 2], N, K, gated, "cuda")
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ridgeline
-from gemm_choice import choice_of_experts, plan_of_experts
+from gemm_choice import TALL_SHAPE, TALL_TILES, choice_of_experts, plan_of_experts
 
 EXPERTS = 128
 FORMATS = ["dense", "fp8", "fp8_blocks", "fp8_fp8", "fp8_fp8_blocks", "int4", "fp4"]
@@ -59,14 +59,57 @@ def test_gates_and_ups_have_whole_strips_each() -> None:
         ("fp8", {"dtype": "float16"}, 20, "few", "some"),
         ("fp8_blocks", {"dtype": "float16"}, 80, "some", "many"),
         ("fp8", {}, 160, "terms", "many"),
-        ("int4", {}, 80, "some", "many"),
-        ("fp4", {}, 80, "some", "many"),
+        ("int4", {"dtype": "float16"}, 80, "some", "many"),
+        ("int4", {"invariant": True}, 1, "many", "many"),
+        ("fp4", {"invariant": True}, 21, "many", "many"),
+        ("int4", {}, 1024, "some", "many"),
     ],
 )
 def test_more_rows_meet_tiles(
     format: str, options: dict[str, Any], last: int, before: str, after: str
 ) -> None:
     assert [path(mean, format, **options) for mean in (last, last + 1)] == [before, after]
+
+
+@pytest.mark.parametrize(
+    ("mean", "experts", "N", "K", "format", "options", "rows"),
+    [
+        (64, 128, 1536, 2048, "int4", {"activation": "silu_mul"}, 96),
+        (96, 128, 1536, 2048, "int4", {"activation": "silu_mul"}, 112),
+        (96, 8, 28672, 4096, "int4", {"activation": "silu_mul"}, 112),
+        (128, 8, 4096, 14336, "int4", {}, 96),  # two tiles an expert
+        (192, 8, 4096, 14336, "int4", {}, 80),  # three
+        (384, 8, 4096, 14336, "int4", {}, 112),  # four
+        (96, 8, 4096, 14336, "int4", {"zeros": True}, 64),
+        (64, 64, 2816, 2048, "int4", {"group": 32}, 64),
+        (64, 8, 4096, 14336, "fp4", {}, 96),
+        (96, 128, 2048, 768, "fp4", {}, 128),
+        (512, 8, 28672, 4096, "int4", {"activation": "silu_mul"}, 256),  # tiles of many
+        (128, 32, 5760, 2880, "fp4", {"activation": "silu_mul"}, 256),
+    ],
+)
+def test_tiles_of_four_bits_are_those_that_took_least(
+    mean: int, experts: int, N: int, K: int, format: str, options: dict[str, Any], rows: int
+) -> None:
+    choice = choice_of_experts(mean * experts, experts, N, K, format, **options)
+    assert choice["most_rows"] == rows
+    assert choice["path"] == ("many" if rows == 256 else "some")
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("kind", "mean", "rows"), TALL_TILES)
+def test_tall_tiles_of_the_gpu_tests(kind: str, mean: int, rows: int, gated: bool) -> None:
+    choice = choice_of_experts(
+        4 * mean,
+        4,
+        *TALL_SHAPE,
+        "fp4" if kind == "fp4" else "int4",
+        activation="silu_mul" if gated else "none",
+        gathered=True,
+        zeros=kind == "int4_zeros",
+        group=32 if kind == "int4_groups" else 128,
+    )
+    assert (choice["path"], choice["most_rows"]) == ("some", rows)
 
 
 def test_rows_of_an_expert_are_whole_ones_of_the_mean() -> None:
@@ -155,10 +198,10 @@ def test_batch_invariance_has_one_order_of_sums(format: str) -> None:
         ("int4", {}, 22, 32),
         ("int4", {}, 34, 48),
         ("int4", {}, 49, 64),
-        ("int4", {}, 80, 80),
+        ("int4", {"dtype": "float16"}, 80, 80),
         ("int4", {"group": 64}, 22, 32),
-        ("int4", {"group": 64}, 80, 64),
-        ("int4", {"zeros": True}, 80, 64),
+        ("int4", {"group": 64, "dtype": "float16"}, 80, 64),
+        ("int4", {"zeros": True, "dtype": "float16"}, 80, 64),
         ("fp8", {"dtype": "float16"}, 49, 64),
         ("fp8", {"dtype": "float16"}, 80, 80),
         ("fp8", {}, 22, 32),

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "common/math.h"
-#include "kernels/gemm_grouped_shape.h"
+#include "kernels/gemm_grouped_some_config.h"
 #include "kernels/gemm_grouped_strips_config.h"
 
 /// Which kernel multiplies the rows of experts, by which tiles, and what a kernel ahead does to x:
@@ -15,17 +15,6 @@ constexpr int kOrderedRows = 256;  // an expert in the mean: of fewer the order 
 /// Weight rows, at most, where gathered rows are put in order by the kernel that multiplies them.
 /// Of more a kernel ahead takes 1% of the time.
 constexpr int kMostGatheringRows = 8192;
-
-/// Up to so many rows an expert tiles are of 32 rows by 64 weight rows, or by 128 of fp8 that is
-/// expanded: four warps a scheduler hide some of that. H200, us, one token of top 2 in 8 experts of
-/// 4096 x 28672: fp8 84 and 68; 32 tokens of top 8 in 128 of 2048 x 1536: 114 and 93.
-constexpr std::int64_t kFewRows = 20;
-
-/// Up to so many, weights that are expanded are multiplied by four warpgroups, a tile of 256 weight
-/// rows, which ask for x once: H200, us, by tiles of many and so, int4 of 4096 x 28672, top 2 of 8
-/// experts, 128, 256 and 384 tokens 419 and 225, 471 and 292, 536 and 544. Tiles of 128 weight
-/// rows, two blocks an SM: 258 and, of 64 rows of x, 424.
-constexpr std::int64_t kMostSomeRows = 80;
 
 /// Rows an expert that may be split into terms.
 constexpr std::int64_t kFewestTermRows = 4, kMostTermRows = 160;
@@ -62,35 +51,6 @@ constexpr bool expands_x(const Shape& shape) {
 constexpr bool has_few_rows(const Shape& shape) {
   return !has_nibbles(shape.format) && shape.segments == 1 &&
          mean_rows(shape) <= kFewRows;
-}
-
-/// Whether tiles are of some rows. Those of 4 bits are multiplied in another order than many.
-constexpr bool has_some_rows(const Shape& shape) {
-  const std::int64_t mean = mean_rows(shape);
-  if (mean > kMostSomeRows) return false;
-  if (has_nibbles(shape.format)) return !shape.batch_invariant;
-  return expands(shape.format, shape.x_dtype == DType::kFloat8E4M3) && mean > kFewRows;
-}
-
-/// Rows of nearly all experts, where they are dealt at random.
-inline float rows_of_nearly_all(const Shape& shape) {
-  const auto mean = static_cast<float>(mean_rows(shape));
-  return std::min(mean + 2 * std::sqrt(mean), static_cast<float>(shape.M));
-}
-
-/// Whether int4's groups are whole halves of 256 columns.
-constexpr bool has_whole_groups(const Shape& shape) {
-  return shape.group % (kColsOfSums / 2) == 0 || shape.group >= shape.K;
-}
-
-/// Whether the kernel that puts rows of x in order leaves sums of their columns, too, for int4 by
-/// tiles of up to 32 rows to be multiplied as nibbles. H200, lab, by turns, us, as differences and
-/// so, 16, 64 and 256 tokens of top 8 in 128 experts of 2048 x 1536 44.8, 63.5, 72.4 and 41.7,
-/// 59.8, 70.2. Not of fewer rows than experts, as one token's: an infinity of x makes its row NaN
-/// so, which differences do not.
-constexpr bool has_sums(const Shape& shape) {
-  return shape.x_dtype == DType::kBFloat16 && shape.gathers && !shape.has_zeros &&
-         mean_rows(shape) > 0;
 }
 
 /// Whether fp8 meets rows of bfloat16 as two terms of e4m3, which costs the tensor cores as much as
@@ -174,39 +134,6 @@ constexpr Choice tiles_of_any(const Shape& shape) {
           .most_rows = rows,
           .tile_rows = rows,
           .tile_cols = dense && mean <= 32 ? 64 : 128};
-}
-
-/// Tiles of `most` rows, or of as many as there are, in whole vectors of `together`.
-constexpr Choice tiles_of(const Shape& shape, Path path, int most, int together, int cols) {
-  const auto rows = static_cast<int>(std::min<std::int64_t>(shape.M, most));
-  return {.path = path,
-          .most_rows = most,
-          .tile_rows = rows < most ? round_up(rows, together) : most,
-          .tile_cols = cols};
-}
-
-/// Tiles of as many rows as nearly all experts have, where rows are dealt at random.
-inline Choice tiles_of_some(const Shape& shape) {
-  const float most = rows_of_nearly_all(shape);
-  const bool int4 = has_nibbles(shape.format);
-  const bool whole = shape.format == WeightFormat::kInt4 && has_whole_groups(shape);
-  int rows = most <= 64 ? 64 : 80;
-  std::optional<Int4As> as;
-  if (whole && most <= 32) {
-    rows = most <= 16 ? 16 : most <= 24 ? 24 : 32;
-    as = has_sums(shape) ? Int4As::kMasked : Int4As::kDifferences;
-  } else if (int4 && (!whole || shape.has_zeros)) {
-    rows = most <= 32 ? 32 : 64;
-    as = Int4As::kAny;
-  } else if (int4) {
-    if (most <= 46) rows = 48;  // 144 tokens of 14336 x 4096: 119 us, by 64 113
-    as = Int4As::kScaled;
-  }
-  Choice choice = tiles_of(shape, Path::kSome, rows, 16, 256);
-  choice.as = as;
-  if (shape.gathers)
-    choice.x = as == Int4As::kMasked ? RowsOfX::kWithSums : RowsOfX::kGathered;
-  return choice;
 }
 
 /// fp8 by some rows of x in terms, which have no tiles of 80 rows: of 256 tokens of top 2 in 8

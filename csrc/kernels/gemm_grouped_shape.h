@@ -99,4 +99,13 @@ constexpr int few_cols(WeightFormat format, bool byte_x) {
   return expands(format, byte_x) ? 128 : 64;
 }
 
+/// Tiles of `most` rows, or of as many as there are, in whole vectors of `together`.
+constexpr Choice tiles_of(const Shape& shape, Path path, int most, int together, int cols) {
+  const auto rows = static_cast<int>(std::min<std::int64_t>(shape.M, most));
+  return {.path = path,
+          .most_rows = most,
+          .tile_rows = rows < most ? round_up(rows, together) : most,
+          .tile_cols = cols};
+}
+
 }  // namespace ridgeline::gemm_grouped

@@ -205,16 +205,27 @@ template <class T, WeightFormat kFormat, bool kBlocks>
 void launch_some(const GroupedGemmParams& params, const Choice& choice, Stream stream) {
   using enum Int4As;
   const int rows = choice.most_rows;
+  constexpr bool kTall = has_nibbles(kFormat) && std::is_same_v<T, __nv_bfloat16>;
   if constexpr (has_nibbles(kFormat)) {
-    if (kFormat == WeightFormat::kFp4 || choice.as == kAny)
+    if (kFormat == WeightFormat::kFp4 || choice.as == kAny) {
+      if constexpr (kTall) {
+        if (rows == 96) return launch_some_of<T, kFormat, 96, kAny>(params, choice, stream);
+        if (rows == 128) return launch_some_of<T, kFormat, 128, kAny>(params, choice, stream);
+      }
       return rows == 32 ? launch_some_of<T, kFormat, 32, kAny>(params, choice, stream)
                         : launch_some_of<T, kFormat, 64, kAny>(params, choice, stream);
+    }
   }
   if constexpr (kFormat == WeightFormat::kInt4) {
     if (rows == 16) return launch_groups<T, 16>(params, choice, stream);
     if (rows == 24) return launch_groups<T, 24>(params, choice, stream);
     if (rows == 32) return launch_groups<T, 32>(params, choice, stream);
     if (rows == 48) return launch_some_of<T, kFormat, 48, kScaled>(params, choice, stream);
+    if constexpr (kTall) {
+      if (rows == 96) return launch_some_of<T, kFormat, 96, kScaled>(params, choice, stream);
+      if (rows == 112) return launch_some_of<T, kFormat, 112, kScaled>(params, choice, stream);
+      if (rows == 128) return launch_some_of<T, kFormat, 128, kScaled>(params, choice, stream);
+    }
   }
   if constexpr (kFormat != WeightFormat::kFp4) {
     if (rows == 64)

@@ -83,10 +83,10 @@ struct Int4Lane {
     return rows;
   }
 
-  /// Steps [kBegin, kEnd) of a box as operands.
-  template <int kBegin = 0, int kEnd = kSteps, class Values>
+  /// Steps [kBegin, kEnd) of a box as operands, of which `to` has those of all or of half of it.
+  template <int kBegin = 0, int kEnd = kSteps, int kPlaces, class Values>
   __device__ __forceinline__ void expand(const Words& words, const Values& values,
-                                         BoxFragments& to) const {
+                                         Fragment (&to)[kPlaces]) const {
 #pragma unroll
     for (int step = kBegin; step < kEnd; ++step)
 #pragma unroll
@@ -94,17 +94,18 @@ struct Int4Lane {
         const uint4& of = words.of[Tile::kWay.gated ? i % 2 : 0];
         const std::uint32_t word =
             step == 0 ? of.x : step == 1 ? of.y : step == 2 ? of.z : of.w;
-        to[step][i] = values.expand(word, i, is_high(i % 2));
+        to[step % kPlaces][i] = values.expand(word, i, is_high(i % 2));
       }
   }
 };
 
 // ---- Products -----------------------------------------------------------------------------------
 
-/// 64 weight rows by kN rows of x by the columns of a box. first(): products ahead of them.
-template <class T, int kN, class Fn>
+/// 64 weight rows by kN rows of x by the columns of a box, or of half of it. first(): products
+/// ahead of them.
+template <class T, int kN, int kCount, class Fn>
 __device__ __forceinline__ void multiply_box(float (&sums)[kN / 8][4],
-                                             const BoxFragments& fragments,
+                                             const Fragment (&fragments)[kCount],
                                              const std::uint8_t* x, bool accumulate,
                                              const Fn& first) {
   const std::uint64_t columns = ptx::swizzled_operand(x, 16, 8 * kRowBytes);
@@ -112,7 +113,7 @@ __device__ __forceinline__ void multiply_box(float (&sums)[kN / 8][4],
   ptx::wgmma_fence();
   first();
 #pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
+  for (int step = 0; step < kCount; ++step) {
     const std::uint64_t at = columns + step * kStepBytes / 16;
     if constexpr (kN <= 32) {
       ptx::WgmmaFew<kN, T>::registers(sums, fragments[step], at, accumulate || step != 0);
@@ -123,9 +124,9 @@ __device__ __forceinline__ void multiply_box(float (&sums)[kN / 8][4],
   ptx::wgmma_commit();
 }
 
-template <class T, int kN>
+template <class T, int kN, int kCount>
 __device__ __forceinline__ void multiply_box(float (&sums)[kN / 8][4],
-                                             const BoxFragments& fragments,
+                                             const Fragment (&fragments)[kCount],
                                              const std::uint8_t* x, bool accumulate) {
   multiply_box<T, kN>(sums, fragments, x, accumulate, [] {});
 }
@@ -258,6 +259,43 @@ __device__ __forceinline__ void multiply_scaled(const StageWalk<Tile>& walk,
   walk.release(last);
 }
 
+/// The same of more than 96 rows, which leave registers for the operands of half a box. Boxes go
+/// one by one: where a loop makes operands twice, ptxas serialises the products that they meet.
+template <class Tile>
+__device__ __forceinline__ void multiply_scaled_halves(const StageWalk<Tile>& walk,
+                                                       const Int4Lane<Tile>& int4,
+                                                       float (&sums)[Tile::kRows / 8][4]) {
+  using T = typename Tile::T;
+  constexpr int kN = Tile::kRows, kHalf = kSteps / 2;
+  constexpr bool kAny = Int4Lane<Tile>::kAny;
+  const int per_box = !Tile::kFp4 && walk.launch.groups == 1 ? 0 : 2, per_half = per_box / 2;
+  Fragment a[2][kHalf];
+  int last = -1;  // stage whose product still runs
+#pragma unroll 1
+  for (int k = 0; k < walk.launch.steps; ++k) {
+    const Stage<Tile> stage = walk.wait();
+    typename Int4Lane<Tile>::Rows rows;
+#pragma unroll 1
+    for (int box = 0; box < Tile::kBoxes; ++box) {
+      const auto words = int4.load(stage, box);
+      if (kAny || box == 0) rows = int4.rows_of(stage, box * per_box);
+      int4.template expand<0, kHalf>(words, rows, a[0]);
+      multiply_box<T, kN>(sums, a[0], stage.x(box), true);
+      ptx::wgmma_wait<1>();
+      if (box == 0 && last >= 0) walk.release(last);
+      if (kAny) rows = int4.rows_of(stage, box * per_box + per_half);
+      int4.template expand<kHalf, kSteps>(words, rows, a[1]);
+      multiply_box<T, kN>(sums, a[1], stage.x(box) + kHalf * kStepBytes, true);
+      ptx::wgmma_wait<1>();
+    }
+    last = walk.ring.stage;
+    walk.ring.next();
+  }
+  ptx::wgmma_wait<0>();
+  ptx::hold_registers(sums);
+  walk.release(last);
+}
+
 /// Sums of a tile.
 template <class Tile>
 __device__ __forceinline__ void multiply_int4(const StageWalk<Tile>& walk, Sums<Tile>& all,
@@ -266,6 +304,8 @@ __device__ __forceinline__ void multiply_int4(const StageWalk<Tile>& walk, Sums<
   const Int4Lane<Tile> int4(walk.launch, me);
   if constexpr (Tile::kBoxes == 4) {
     multiply_differences<Tile>(walk, int4, sums);
+  } else if constexpr (Tile::kRows > 96) {
+    multiply_scaled_halves<Tile>(walk, int4, sums);
   } else {
     multiply_scaled<Tile>(walk, int4, sums);
   }
