@@ -79,15 +79,15 @@ constexpr ClusterTile kClusterExpandedFp8Tiles[] = {{64, 1, 0.281, 3.6, 1.5},
                                                     {128, 1, 0.755, 4.0, 2.6, kTallRows},
                                                     {112, 1, 0.755, 4.0, 2.6, kTallRows}};
 
-/// Whether such rows may be the cluster kernel's: whole groups, and no gates of 8 bits, which gain
-/// nothing by it.
+/// Whether such rows may be the cluster kernel's: whole groups, and no gates of 8 bits by 8, which
+/// gain nothing by it.
 constexpr bool may_be_for_cluster(const Shape& shape) {
   const bool gated = is_gated(shape.activation);
   if (shape.format == WeightFormat::kInt8) return !gated;
   if (shape.format == WeightFormat::kFp8)
-    return !gated && (shape.bfloat_x || (shape.codes_x && shape.scales_products));
+    return shape.bfloat_x || (!gated && shape.codes_x && shape.scales_products);
   const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
-  const bool known = shape.byte_x ? shape.codes_x && !gated && shape.dtype == DType::kBFloat16
+  const bool known = shape.byte_x ? shape.codes_x && shape.dtype == DType::kBFloat16
                                   : shape.dtype != DType::kFloat32;
   return shape.format == WeightFormat::kInt4 && whole && shape.N % kStripRows == 0 && known;
 }
@@ -102,11 +102,15 @@ constexpr bool may_be_for_cluster(const Shape& shape) {
 /// 14336 x 4096 by 128 24.1, 21.6, 8192 x 8192 25.5, 24.0; 2048 x 2048 7.4, 4.6; int8 4096 x 4096
 /// by 128 11.7, 9.9, 2048 x 2048 7.0, 4.4, but 14336 x 4096 23.1, 28.2. fp8 by bf16, expanded tiles
 /// and so: 4096 x 4096 by 96 16.2, 11.2, by 128 16.3, 12.4, by 256 22.0, 20.8; 14336 x 4096 by 96
-/// 32.5, 26.8; 8192 x 8192 by 128 36.0, 31.2; 2048 x 2048 11.5, 5.9. Returns the lesser time.
+/// 32.5, 26.8; 8192 x 8192 by 128 36.0, 31.2; 2048 x 2048 11.5, 5.9. Gated, fp8 by bf16 and int4 by
+/// e4m3: 4096 x 6144 by 96 22.1, 16.3 and 17.8, 13.4, 14336 x 4096 32.6, 26.2 and 24.2, 20.7.
+/// Returns the lesser time.
 constexpr double cut_rows_for_cluster(const Shape& shape, double time, Config& config) {
   constexpr std::int32_t kColumns = 640, kMostSegments = 4;
+  constexpr double kGatesOfFp8 = 1.5;  // us more at the end
   if (!may_be_for_cluster(shape)) return time;
   const bool gated = is_gated(shape.activation), int4 = shape.format == WeightFormat::kInt4;
+  const double ends = gated && !int4 ? kGatesOfFp8 : 0.0;
   const auto consider = [&](const ClusterTile& tile) {
     const std::int32_t box = gated ? tile.cols / 2 : tile.cols;
     if ((int4 && box % kStripRows != 0) || shape.M > tile.most) return;
@@ -118,7 +122,8 @@ constexpr double cut_rows_for_cluster(const Shape& shape, double time, Config& c
           (segments > 1 && segments * kColumns > shape.K))
         break;
       const std::int32_t steps = ceil_div(ceil_div(shape.K, 2 * kBlockCols), segments);
-      const double takes = tile.step * steps + tile.ends + (segments > 1 ? tile.add : 0.0);
+      const double takes =
+          tile.step * steps + tile.ends + ends + (segments > 1 ? tile.add : 0.0);
       if (takes >= time) continue;
       time = takes;
       config = {.path = Path::kCluster,
