@@ -115,15 +115,16 @@ def test_blocks_that_wait_for_each_other_run_at_once(sms: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("gated", [False, True], ids=["plain", "gated"])
+@pytest.mark.parametrize("epilogue", ["plain", "gates", "gated"])
 @pytest.mark.parametrize("zero_point", [False, True], ids=["symmetric", "zeros"])
 @pytest.mark.parametrize("group", [128, 64])  # of 64 tiles are never the cluster kernel's
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("M", "N", "K"), [shape[:3] for shape in SHARED])
 def test_shared_tiles(
-    M: int, N: int, K: int, dtype: torch.dtype, group: int, zero_point: bool, gated: bool
+    M: int, N: int, K: int, dtype: torch.dtype, group: int, zero_point: bool, epilogue: str
 ) -> None:
-    """The sums of several blocks, in a launch that a graph runs again, over any workspace."""
+    """The sums of several blocks, in a launch that a graph runs again, over any workspace. Gates
+    alone, or with a residual, which tiles that know the way of gates leave to any other."""
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -131,12 +132,14 @@ def test_shared_tiles(
 
     weight = ops.pack_int4(normal(N, K) * K**-0.5, group, zero_point)
     bias, x = normal(N), normal(M, K)
-    residual = normal(M, N // 2)
-    options: dict[str, Any] = {"activation": "silu_mul", "residual": residual} if gated else {}
+    options: dict[str, Any] = {} if epilogue == "plain" else {"activation": "silu_mul"}
     wanted = F.linear(x.float(), weight.dequantize().float(), bias.float())
-    if gated:
+    if epilogue != "plain":
         gate, up = wanted.chunk(2, -1)
-        wanted = F.silu(gate) * up + residual.float()
+        wanted = F.silu(gate) * up
+    if epilogue == "gated":
+        options["residual"] = normal(M, N // 2)
+        wanted += options["residual"].float()
     first = ops.int4_linear(x, weight, bias, **options)
     torch.testing.assert_close(first.float(), wanted, rtol=1.6e-2, atol=1e-2)
     graph = torch.cuda.CUDAGraph()
@@ -186,7 +189,7 @@ def test_who_multiplies_expanded_fp8(M: int, N: int, K: int, expected: str, form
 @pytest.mark.gpu
 @pytest.mark.parametrize("chained", [False, True], ids=["alone", "chained"])
 @pytest.mark.parametrize("scales", ["row", "block"])
-@pytest.mark.parametrize("epilogue", ["plain", "gelu", "residual", "gated"])
+@pytest.mark.parametrize("epilogue", ["plain", "gelu", "residual", "gates", "gated"])
 @pytest.mark.parametrize(("M", "N", "K"), [shape[:3] for shape in EXPANDED_FP8])
 def test_expanded_fp8(
     M: int, N: int, K: int, epilogue: str, scales: Literal["row", "block"], chained: bool
@@ -205,6 +208,7 @@ def test_expanded_fp8(
         "plain": {},
         "gelu": {"bias": bias, "activation": "gelu"},
         "residual": {"bias": bias, "residual": residual},
+        "gates": {"bias": bias, "activation": "silu_mul"},
         "gated": {"bias": bias, "activation": "silu_mul", "residual": gated_residual},
     }
     options = epilogues[epilogue] | {"weights_ready": chained}
@@ -218,11 +222,11 @@ def test_expanded_fp8(
         wanted += bias.double()
     if epilogue == "gelu":
         wanted = F.gelu(wanted)
-    if epilogue == "gated":
+    if epilogue in ("gates", "gated"):
         gate, up = wanted.chunk(2, -1)
-        wanted = F.silu(gate) * up + gated_residual.double()
-    if epilogue == "residual":
-        wanted += residual.double()
+        wanted = F.silu(gate) * up
+    if "residual" in options:
+        wanted += options["residual"].double()
     assert (out.double() - wanted).norm() < 3.2e-3 * wanted.norm()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -276,11 +280,11 @@ def test_who_multiplies_codes(M: int, N: int, K: int, expected: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("chained", [False, True], ids=["alone", "chained"])
 @pytest.mark.parametrize("scale", ["row", "one"])
-@pytest.mark.parametrize("epilogue", ["plain", "residual", "gated"])
+@pytest.mark.parametrize("epilogue", ["plain", "residual", "gates", "gated"])
 @pytest.mark.parametrize(("M", "N", "K"), [shape[:3] for shape in CODES] + [(100, 2048, 2048)])
 def test_codes(M: int, N: int, K: int, epilogue: str, scale: str, chained: bool) -> None:
     """Rows of fp8 by int4, against float64: products of 128 columns are added in float32."""
-    gated = epilogue == "gated"
+    gated = epilogue in ("gates", "gated")
     generator = torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape: int) -> torch.Tensor:
@@ -290,7 +294,9 @@ def test_codes(M: int, N: int, K: int, epilogue: str, scale: str, chained: bool)
     x, x_scale = normal(M, K).to(torch.float8_e4m3fn), normal(M).abs() + 0.5
     if scale == "one":
         x_scale = x_scale[:1]
-    residual = None if epilogue == "plain" else normal(M, N // 2 if gated else N).bfloat16()
+    residual = None
+    if epilogue in ("residual", "gated"):
+        residual = normal(M, N // 2 if gated else N).bfloat16()
     activation = "silu_mul" if gated else None
     out = ops.int4_linear(
         x, weight, x_scale=x_scale, activation=activation, residual=residual, weights_ready=chained

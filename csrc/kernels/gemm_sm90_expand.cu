@@ -173,6 +173,10 @@ __global__ void __launch_bounds__(kThreads, 1)
           if (Way::has_residual(launch.gemm)) release_residual<Tile>(launch, shared, ring, here);
         } else if (!Tile::kPlainApart && is_scaled_alone<Tile>(launch.gemm)) {
           store_plain<Tile>(launch, shared, work.place, sums, factors, here);
+        } else if (Tile::kGatesBeside && is_silu_of_gates(launch.gemm)) {
+          if constexpr (Tile::kGatesBeside)
+            store_known<Tile, KnownWay<Activation::kSiluMul>>(launch, shared, ring, work.place,
+                                                              sums, factors, here);
         } else {
           store_any<Tile>(launch, shared, ring, work.place, sums, factors, here);
         }
@@ -241,6 +245,16 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
                                                    "linear: expanded weights");
 }
 
+/// Tiles of one band, but those of 256 rows.
+template <class Tile>
+void launch_one_band(const GemmParams& p, const gemm_config::Config& config, void* parts,
+                    Stream stream) {
+  if constexpr (Tile::kGatesApart)
+    if (is_silu_of_gates(p))
+      return launch_tiles<Tile, KnownWay<Activation::kSiluMul>>(p, config, parts, stream);
+  launch_tiles<Tile>(p, config, parts, stream);
+}
+
 /// Tiles of 128 sums a thread, with kernels for a way to y each: there are too few registers beside
 /// any.
 template <class Large>
@@ -267,14 +281,14 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void
     if (config.tile_rows == 256 && config.segments > 1)
       return launch_tiles<Tile<T, kFormat, kBlocks, 256, 1, true>>(p, config, parts, stream);
     if (config.tile_rows == 160)
-      return launch_tiles<Tile<T, kFormat, kBlocks, 160, 1, true, false, true>>(p, config, parts,
-                                                                                stream);
+      return launch_one_band<Tile<T, kFormat, kBlocks, 160, 1, true, false, true>>(p, config, parts,
+                                                                                  stream);
     if (config.tile_rows == 192)
-      return launch_tiles<Tile<T, kFormat, kBlocks, 192, 1, true, false, true>>(p, config, parts,
-                                                                                stream);
+      return launch_one_band<Tile<T, kFormat, kBlocks, 192, 1, true, false, true>>(p, config, parts,
+                                                                                  stream);
     if (config.tile_rows == 224)
-      return launch_tiles<Tile<T, kFormat, kBlocks, 224, 1, false, false, true>>(p, config, parts,
-                                                                                 stream);
+      return launch_one_band<Tile<T, kFormat, kBlocks, 224, 1, false, false, true>>(p, config, parts,
+                                                                                   stream);
   }
   if (config.tile_rows == 256) {
     using Large = Tile<T, kFormat, kBlocks, 256, 1, false, false, kTails>;
@@ -291,7 +305,7 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void
       return launch_large<Wide>(p, config, parts, stream);
     return launch_tiles<Wide>(p, config, parts, stream);
   }
-  launch_tiles<Tile<T, kFormat, kBlocks, 128, 1, true, false, kTails>>(p, config, parts, stream);
+  launch_one_band<Tile<T, kFormat, kBlocks, 128, 1, true, false, kTails>>(p, config, parts, stream);
 }
 
 }  // namespace
@@ -309,11 +323,11 @@ void launch_expand(const GemmParams& p, const gemm_config::Config& config, void*
           return launch_large<Tile<T, kInt4, false, 256, 1, false, true, true>>(p, config, parts,
                                                                                 stream);
         if (config.tile_rows == 192)
-          return launch_tiles<Tile<T, kInt4, false, 192, 1, true, true, true>>(p, config, parts,
-                                                                               stream);
+          return launch_one_band<Tile<T, kInt4, false, 192, 1, true, true, true>>(p, config, parts,
+                                                                                 stream);
       }
       constexpr bool kTails = std::is_same_v<T, __nv_bfloat16>;
-      launch_tiles<Tile<T, kInt4, false, 128, 1, true, true, kTails>>(p, config, parts, stream);
+      launch_one_band<Tile<T, kInt4, false, 128, 1, true, true, kTails>>(p, config, parts, stream);
     } else if (p.weight.format == WeightFormat::kInt4) {
       launch_tile_of<T, WeightFormat::kInt4, false>(p, config, parts, stream);
     } else if (p.weight.scale_layout == ScaleLayout::kBlock) {

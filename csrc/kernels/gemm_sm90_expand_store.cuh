@@ -37,8 +37,8 @@ struct Finished {
     return kPerBand % 2 == 0 || !trades || me.warpgroup * count + i < kPerBand;
   }
   /// The up rows that are traded for the `i`-th gates.
-  __device__ __forceinline__ int up(int i) const {
-    return kPerBand % 2 == 0 ? count + i : min(count + i, kPerBand - 1);
+  __host__ __device__ constexpr int up(int i) const {
+    return kPerBand % 2 == 0 || count + i < kPerBand ? count + i : kPerBand - 1;
   }
   /// First of its rows in the tile.
   __device__ __forceinline__ int row(int i, const Consumer& me) const {
@@ -101,22 +101,24 @@ __device__ __forceinline__ void store_known(const Launch& launch, Shared<Tile>& 
   Packed packed[all.count];
   if (me.thread == 0) ptx::wait_stores_read<0>();
   if constexpr (kTrades) {
-    constexpr int kPair = 2;
+    const auto finish = [&]<int kCount>(Int<kCount>, int i) {
+      Values gates[kCount], ups[kCount];
 #pragma unroll
-    for (int i = 0; i < all.count; i += kPair) {
-      Values gates[kPair], ups[kPair];
-#pragma unroll
-      for (int j = 0; j < kPair; ++j) {
+      for (int j = 0; j < kCount; ++j) {
         take<Tile>(gates[j], p, sums, factors, 0, i + j, first, me);
-        take<Tile>(ups[j], p, sums, factors, 0, all.count + i + j, first, me);
+        take<Tile>(ups[j], p, sums, factors, 0, all.up(i + j), first, me);
       }
       trade<Tile>(gates, ups, shared, me);
 #pragma unroll
-      for (int j = 0; j < kPair; ++j) {
+      for (int j = 0; j < kCount; ++j) {
         gate<T, kShortGates>(kActivation, gates[j], ups[j]);
         pack<T>(packed[i + j], gates[j]);
       }
-    }
+    };
+    constexpr int kPairs = all.count / 2;
+#pragma unroll
+    for (int i = 0; i < kPairs; ++i) finish(Int<2>{}, 2 * i);
+    if constexpr (all.count % 2 == 1) finish(Int<1>{}, 2 * kPairs);
   } else {
 #pragma unroll
     for (int i = 0; i < all.count; ++i) {
@@ -141,24 +143,29 @@ __device__ __forceinline__ void store_known(const Launch& launch, Shared<Tile>& 
   }
   me.meet();  // the boxes of the tile before have been read, and what was traded
   constexpr int kTogether = kBoxes / 2;
-  static_assert(all.count % kTogether == 0);
+  const auto for_each_box = [&](int first_box, auto&& fn) {
+#pragma unroll
+    for (int i = first_box; i < first_box + kTogether; ++i)
+      if (i < all.count) fn(i);
+  };
 #pragma unroll
   for (int i = 0; i < all.count; i += kTogether) {
     if (i >= kBoxes) {
       if (me.thread == 0) ptx::wait_stores_read<1>();
       me.meet();  // the boxes' last stores have been read
     }
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j) put_box<Tile>(shared, (i + j) % kBoxes, packed[i + j], me);
+    for_each_box(i, [&](int at) { put_box<Tile>(shared, at % kBoxes, packed[at], me); });
     ptx::fence_async_shared();
     me.meet();  // the boxes are whole
-    if (me.thread != 0) continue;
-#pragma unroll
-    for (int j = 0; j < kTogether; ++j)
-      ptx::store_matrix(&launch.y, shared.out[me.warpgroup][(i + j) % kBoxes],
-                        all.column(launch, place.n, i + j, me),
-                        place.m * Tile::kRows + all.row(i + j, me));
-    ptx::commit_stores();
+    if (me.thread == 0) {
+      for_each_box(i, [&](int at) {
+        if (all.has(at, me))
+          ptx::store_matrix(&launch.y, shared.out[me.warpgroup][at % kBoxes],
+                            all.column(launch, place.n, at, me),
+                            place.m * Tile::kRows + all.row(at, me));
+      });
+      ptx::commit_stores();
+    }
   }
 }
 

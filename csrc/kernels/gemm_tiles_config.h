@@ -109,7 +109,8 @@ constexpr double cut_for_fp8(const Shape& shape, Config& config) {
 /// so each has an SM: on a GPU of fewer there are fewer of them. Returns that time.
 constexpr double cut_for_expand(const Shape& shape, Config& config) {
   constexpr double kTailAdds = 1.5, kLeastGain = 1.01;
-  constexpr double kTrades = 2.0, kTradesBetween = 4.0;  // gates for ups, of two warpgroups
+  // Gates for ups, of two warpgroups: on a way to y that is known, and on any.
+  constexpr double kTradesKnown = 0.5, kTrades = 2.0, kTradesBetween = 4.0;
   const bool to_fp8 = config.path == Path::kExpandToFp8;
   const std::int32_t steps = ceil_div(shape.K, to_fp8 ? 2 * kBlockCols : kBlockCols);
   const std::int32_t at_once = std::min<std::int32_t>(shape.sms, kBlocksWanted);
@@ -134,8 +135,11 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
                       (shape.format == WeightFormat::kInt4 && !to_fp8);
     if (!full && (is_between(tile) || (tile.rows == 256 && to_fp8))) return;
     const bool trades = is_gated(shape.activation) && tile.cols == 128;
-    const double ends =
-        tile.ends + (!trades ? 0.0 : is_between(tile) ? kTradesBetween : kTrades);
+    const bool known = shape.dtype == DType::kBFloat16 && tile.rows < 256;
+    const double ends = tile.ends + (!trades            ? 0.0
+                                     : known            ? kTradesKnown
+                                     : is_between(tile) ? kTradesBetween
+                                                        : kTrades);
     const std::int64_t tiles = tiles_of(shape, tile.rows, tile.cols);
     const auto whole = static_cast<double>(ceil_div<std::int64_t>(tiles, kBlocksWanted));
     consider(tile, whole * (tile.step * steps + ends), {});
