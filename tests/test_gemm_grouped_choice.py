@@ -59,6 +59,8 @@ def test_gates_and_ups_have_whole_strips_each() -> None:
         ("fp8", {"dtype": "float16"}, 20, "few", "some"),
         ("fp8_blocks", {"dtype": "float16"}, 80, "some", "many"),
         ("fp8", {}, 160, "terms", "many"),
+        ("fp8", {"K": 768}, 112, "terms", "many"),
+        ("fp8_blocks", {"K": 768}, 160, "terms", "many"),
         ("int4", {"dtype": "float16"}, 80, "some", "many"),
         ("int4", {"invariant": True}, 1, "many", "many"),
         ("fp4", {"invariant": True}, 21, "many", "many"),

@@ -16,8 +16,9 @@ constexpr int kOrderedRows = 256;  // an expert in the mean: of fewer the order 
 /// Of more a kernel ahead takes 1% of the time.
 constexpr int kMostGatheringRows = 8192;
 
-/// Rows an expert that may be split into terms.
-constexpr std::int64_t kFewestTermRows = 4, kMostTermRows = 160;
+/// Rows an expert that may be split into terms: of few columns with scales of rows fewer.
+constexpr std::int64_t kFewestTermRows = 4, kMostTermRows = 160, kMostOfShortRows = 112;
+constexpr int kShortRows = 1024;  // columns
 
 /// Whether Hopper's kernels multiply these shapes. No function of the rows: a row's bits do not
 /// depend on their number.
@@ -58,11 +59,13 @@ constexpr bool has_few_rows(const Shape& shape) {
 /// makes its row NaN. H200, lab, by turns, us, expanded and so, scales of rows; of blocks: 256
 /// tokens of top 2 in 8 experts of 4096 x 28672 379, 275; 438, 322; 64 of them 263, 228; 386, 279;
 /// 640 of them 597, 574; 711, 664; 1024 tokens of top 8 in 128 of 2048 x 1536 161, 149; 186, 157.
-/// But of 768 x 2048 768 and 2048 tokens 71, 76 and 138, 149, where as many of blocks are faster.
+/// But of 768 x 2048, by tiles of many rows and so, 1536 and 2048 tokens 111, 113 and 121, 141, where
+/// as many of blocks are faster.
 constexpr bool has_terms(const Shape& shape) {
-  const std::int64_t mean = mean_rows(shape);
+  const bool is_short = shape.K <= kShortRows && shape.scale_layout != ScaleLayout::kBlock;
+  const std::int64_t mean = mean_rows(shape), most = is_short ? kMostOfShortRows : kMostTermRows;
   return shape.format == WeightFormat::kFp8 && shape.x_dtype == DType::kBFloat16 &&
-         !shape.batch_invariant && mean >= kFewestTermRows && mean <= kMostTermRows;
+         !shape.batch_invariant && mean >= kFewestTermRows && mean <= most;
 }
 
 constexpr bool is_ordered(const Shape& shape) {
