@@ -151,6 +151,26 @@ def test_shared_tiles(
         assert torch.equal(out, first)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("epilogue", ["gelu", "residual"])
+@pytest.mark.parametrize(("M", "N", "K"), [shape[:3] for shape in SHARED])
+def test_known_ways_of_shared_tiles(M: int, N: int, K: int, epilogue: str) -> None:
+    """Tiles of int4 by bfloat16 that have kernels of their own for GELU and for a residual."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").bfloat16()
+
+    weight, bias, x = ops.pack_int4(normal(N, K) * K**-0.5, 128), normal(N), normal(M, K)
+    wanted = F.linear(x.float(), weight.dequantize().float(), bias.float())
+    if epilogue == "gelu":
+        out, wanted = ops.int4_linear(x, weight, bias, activation="gelu"), F.gelu(wanted)
+    else:
+        residual = normal(M, N)
+        out, wanted = ops.int4_linear(x, weight, bias, residual=residual), wanted + residual.float()
+    torch.testing.assert_close(out.float(), wanted, rtol=1.6e-2, atol=1e-2)
+
+
 # Rows of bfloat16 by fp8, more than few, and who multiplies them.
 EXPANDED_FP8 = [
     (65, 2048, 2048, "cluster"),
@@ -280,7 +300,7 @@ def test_who_multiplies_codes(M: int, N: int, K: int, expected: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("chained", [False, True], ids=["alone", "chained"])
 @pytest.mark.parametrize("scale", ["row", "one"])
-@pytest.mark.parametrize("epilogue", ["plain", "residual", "gates", "gated"])
+@pytest.mark.parametrize("epilogue", ["plain", "gelu", "residual", "gates", "gated"])
 @pytest.mark.parametrize(("M", "N", "K"), [shape[:3] for shape in CODES] + [(100, 2048, 2048)])
 def test_codes(M: int, N: int, K: int, epilogue: str, scale: str, chained: bool) -> None:
     """Rows of fp8 by int4, against float64: products of 128 columns are added in float32."""
@@ -297,11 +317,13 @@ def test_codes(M: int, N: int, K: int, epilogue: str, scale: str, chained: bool)
     residual = None
     if epilogue in ("residual", "gated"):
         residual = normal(M, N // 2 if gated else N).bfloat16()
-    activation = "silu_mul" if gated else None
+    activation = "silu_mul" if gated else "gelu" if epilogue == "gelu" else None
     out = ops.int4_linear(
         x, weight, x_scale=x_scale, activation=activation, residual=residual, weights_ready=chained
     )
     wanted = (x.double() * x_scale[:, None].double()) @ weight.dequantize().double().T
+    if epilogue == "gelu":
+        wanted = F.gelu(wanted)
     if gated:
         gate, up = wanted.chunk(2, -1)
         wanted = F.silu(gate) * up

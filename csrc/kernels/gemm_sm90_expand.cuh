@@ -42,12 +42,13 @@ struct Tile {
   /// Plain tiles have a kernel of their own: there are too few registers beside the loop over any
   /// epilogue. H200, int4, 4096 rows of 4096 x 28672, us: 1367 in one kernel and 1287.
   static constexpr bool kPlainApart = kBands == 2 && std::is_same_v<T, __nv_bfloat16>;
-  /// Tiles of one band that leave registers for it know the way of gated SiLU: those of fp8 beside
-  /// any other, those of int4 in a kernel of its own. In one with the others plain tiles of 160 to
-  /// 224 rows by 28672 and 18944 columns took 3 to 5% longer (H200, lab, by turns), of fp8 not.
-  static constexpr bool kKnowsGates =
+  /// Tiles of one band that leave registers for it know the ways of GELU, gated SiLU and a
+  /// residual: those of fp8 beside any other, those of int4 in kernels of their own. In one with
+  /// the others plain tiles of 160 to 224 rows by 28672 and 18944 columns took 3 to 5% longer (H200,
+  /// lab, by turns), of fp8 not.
+  static constexpr bool kKnows =
       kBands == 1 && kRows_ != 256 && std::is_same_v<T, __nv_bfloat16>;
-  static constexpr bool kGatesApart = kKnowsGates && kInt4, kGatesBeside = kKnowsGates && !kInt4;
+  static constexpr bool kKnowsApart = kKnows && kInt4, kKnowsBeside = kKnows && !kInt4;
   static constexpr int kRows = kRows_;                      // of x: wgmma's columns
   static constexpr int kBoxCols = kBands * kWarpgroupRows;  // weight rows of half a tile
   static constexpr int kBoxBytes = kBoxCols * kDepth / (kInt4 ? 2 : 1);

@@ -85,12 +85,13 @@ __device__ __forceinline__ void put_box(Shared<Tile>& shared, int box, const Pac
 /// meeting, then stored.
 template <class Tile, class Way>
 __device__ __forceinline__ void store_known(const Launch& launch, Shared<Tile>& shared,
-                                            Ring<Tile::kStages> ring, const Place& place,
+                                            const Ring<Tile::kStages>& behind, const Place& place,
                                             const Sums<Tile>& sums,
                                             const RowFactors<Tile>& factors, const Consumer& me) {
   using T = typename Tile::T;
   using All = Finished<Tile>;
   const GemmParams& p = launch.gemm;
+  Ring<Tile::kStages> ring = behind;
   constexpr Activation kActivation = Way::activation({});
   constexpr bool kTrades = is_gated(kActivation) && Tile::kBands == 1;
   constexpr bool kShort = std::is_same_v<T, __nv_bfloat16>;
@@ -167,6 +168,7 @@ __device__ __forceinline__ void store_known(const Launch& launch, Shared<Tile>& 
       ptx::commit_stores();
     }
   }
+  if (Way::has_residual(p)) release_residual<Tile>(launch, shared, behind, me);
 }
 
 /// Any other way.
@@ -221,6 +223,29 @@ __device__ __forceinline__ void store_any(const Launch& launch, Shared<Tile>& sh
     ptx::commit_stores();
   }
   if (launch.copies_residual) release_residual<Tile>(launch, shared, ring, me);
+}
+
+/// Any way, those that are known among them.
+template <class Tile>
+__device__ __forceinline__ void store_beside(const Launch& launch, Shared<Tile>& shared,
+                                             const Ring<Tile::kStages>& ring, const Place& place,
+                                             const Sums<Tile>& sums,
+                                             const RowFactors<Tile>& factors, const Consumer& me) {
+  using enum Activation;
+  const GemmParams& p = launch.gemm;
+  const auto known = [&]<Activation kActivation, bool kResidual = false>() {
+    store_known<Tile, KnownWay<kActivation, kResidual>>(launch, shared, ring, place, sums, factors,
+                                                        me);
+  };
+  if (p.activation == kNone && launch.copies_residual) {
+    known.template operator()<kNone, true>();
+  } else if (p.activation == kSiluMul && !p.residual) {
+    known.template operator()<kSiluMul>();
+  } else if (p.activation == kGelu && !p.residual) {
+    known.template operator()<kGelu>();
+  } else {
+    store_any<Tile>(launch, shared, ring, place, sums, factors, me);
+  }
 }
 
 }  // namespace ridgeline::gemm_expand
