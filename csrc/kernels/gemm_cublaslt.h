@@ -26,7 +26,19 @@ enum PreferenceAttribute : int {
 };
 
 enum AlgoAttribute : int { kTileId = 1 };
-enum TileId : std::uint32_t { kTile128x128 = 20, kTile168x128 = 197, kTile176x128 = 201 };
+enum TileId : std::uint32_t {
+  kTile128x64 = 18,
+  kTile128x128 = 20,
+  kTile192x64 = 208,
+  kTile256x64 = 21,
+  kTile320x64 = 247,
+  kTile384x64 = 263,
+  kTile448x64 = 272,
+  kTile512x64 = 25,
+  kTile512x72 = 580,
+  kTile168x128 = 197,
+  kTile176x128 = 201,
+};
 
 struct Algo {
   std::uint64_t data[8];

@@ -5,6 +5,7 @@
 #include <map>
 #include <mutex>
 #include <optional>
+#include <span>
 
 #include "common/launch_trace.h"
 #include "common/math.h"
@@ -79,13 +80,27 @@ constexpr std::int64_t kManyRows = 1024, kMediumK = 8192;
 constexpr double kLeastFilled = 0.95;
 constexpr std::int64_t kLeastWholeWaves = 4;
 
+/// The first choice of some hundred rows by many columns may be tiles of many weight rows by few of
+/// x, which take up to 1.9 times as long as the first of the others: of the candidates that have
+/// more of x. H200, bf16, M x N x K, us: 416 and 448 x 18944 x 3584 174, 174 and 93, 94; 448 x 28672
+/// x 4096 291 and 164; 320 x 18944 x 3584 90 and 71; 448 x 13824 x 5120 124 and 99; 72 x 57344 x
+/// 8192 252 and 224. Nothing is known of float32.
+constexpr bool is_tall(std::uint32_t tile) {
+  return tile == kTile384x64 || tile == kTile512x64 || tile == kTile512x72;
+}
+constexpr bool is_narrow(std::uint32_t tile) {
+  return is_tall(tile) || tile == kTile128x64 || tile == kTile192x64 || tile == kTile256x64 ||
+         tile == kTile320x64 || tile == kTile448x64;
+}
+
 /// One call's descriptors, destroyed with it. Row-major y = x W^T is column-major y^T = W x^T.
 class Problem {
  public:
   Problem(const GemmParams& p, bool adds_residual)
-      : has_short_k(p.K <= kShortK && p.dtype != DType::kFloat32 && !adds_residual),
-        has_many_rows(p.M >= kManyRows && p.K > kShortK && p.K <= kMediumK &&
-                      p.dtype != DType::kFloat32 && !(adds_residual && p.bias)),
+      : is_half(p.dtype != DType::kFloat32),
+        has_short_k(p.K <= kShortK && is_half && !adds_residual),
+        has_many_rows(p.M >= kManyRows && p.K > kShortK && p.K <= kMediumK && is_half &&
+                      !(adds_residual && p.bias)),
         M(p.M),
         N(p.N),
         api_(*api()) {
@@ -111,7 +126,7 @@ class Problem {
     api_.cublasLtMatmulDescDestroy(desc);
   }
 
-  const bool has_short_k, has_many_rows;
+  const bool is_half, has_short_k, has_many_rows;
   const std::int64_t M, N;
   Desc desc = nullptr;
   Layout weight = nullptr, x = nullptr, residual = nullptr, product = nullptr;
@@ -175,29 +190,43 @@ class Library {
     set(kMinAlignmentC, static_cast<std::uint32_t>(key[11]));
     set(kMinAlignmentD, static_cast<std::uint32_t>(key[12]));
     std::array<HeuristicResult, kCandidates> results{};
-    const bool chooses = problem.has_short_k || problem.has_many_rows;
-    const int asked = chooses && device::runs_sm90a() ? kCandidates : 1;
-    int count = 0;
-    const Status status = api()->cublasLtMatmulAlgoGetHeuristic(
-        handle, problem.desc, problem.weight, problem.x, problem.residual, problem.product,
-        preference, asked, results.data(), &count);
+    const auto candidates = [&](int asked) {
+      int count = 0;
+      const Status status = api()->cublasLtMatmulAlgoGetHeuristic(
+          handle, problem.desc, problem.weight, problem.x, problem.residual, problem.product,
+          preference, asked, results.data(), &count);
+      return std::span(results.data(), status == 0 ? count : 0);
+    };
+    const bool sm90a = device::runs_sm90a();
+    const bool chooses = sm90a && (problem.has_short_k || problem.has_many_rows);
+    auto found = candidates(chooses ? kCandidates : 1);
+    const bool tall = sm90a && problem.is_half && !found.empty() && is_tall(tile_of(found[0]));
+    if (tall) found = candidates(kCandidates);
     api()->cublasLtMatmulPreferenceDestroy(preference);
-    if (status != 0 || count == 0 || results[0].state != 0) return std::nullopt;
-    const auto end = results.begin() + count;
-    const auto best = std::max_element(results.begin(), end, [&](const auto& a, const auto& b) {
-      return rank(problem, a) < rank(problem, b);
-    });
-    return rank(problem, *best) > 0 ? best->algo : results[0].algo;
+    if (found.empty() || found[0].state != 0) return std::nullopt;
+    const auto preferred = [&](const HeuristicResult& result) {
+      return result.state != 0 ? 0
+             : tall            ? !is_narrow(tile_of(result))
+                               : rank(problem, result);
+    };
+    const auto best = std::max_element(  // the first of several
+        found.begin(), found.end(),
+        [&](const auto& a, const auto& b) { return preferred(a) < preferred(b); });
+    return (preferred(*best) > 0 ? *best : found[0]).algo;
+  }
+
+  /// 0: not known.
+  static std::uint32_t tile_of(const HeuristicResult& result) {
+    std::uint32_t tile = 0;
+    std::size_t written = 0;
+    const Status status = api()->cublasLtMatmulAlgoConfigGetAttribute(&result.algo, kTileId, &tile,
+                                                                      sizeof tile, &written);
+    return status == 0 ? tile : 0;
   }
 
   /// How much an algorithm is preferred to the first; 0: not.
   static double rank(const Problem& problem, const HeuristicResult& result) {
-    std::uint32_t tile = 0;
-    std::size_t written = 0;
-    if (result.state != 0 ||
-        api()->cublasLtMatmulAlgoConfigGetAttribute(&result.algo, kTileId, &tile, sizeof tile,
-                                                    &written) != 0)
-      return 0;
+    const std::uint32_t tile = tile_of(result);
     if (problem.has_short_k) return tile == kTile128x128 && result.waves >= kLeastWaves;
     if (!problem.has_many_rows) return 0;
     const double filled = tile == kTile168x128   ? filled_by(problem, 168)
