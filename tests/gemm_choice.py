@@ -60,6 +60,14 @@ def choice_of_experts(*args: Any, **options: Any) -> dict[str, Any]:
     return {"path": path} | {k: int(v) if v.isdigit() else v for k, v in pairs}
 
 
+# Experts' N and K, and rows that they have: of each number that dense tiles of 256 weight rows
+# multiply whole, in one to three tiles of an expert.
+WIDE_SHAPE = (2064, 4096)
+WIDE_COUNTS = [
+    [0, 1, 64, 72, 95, 105, 120, 137],
+    [150, 160, 161, 176, 250, 330, 3, 33],
+]
+
 # Four experts with so many rows in the mean, and the rows of the tiles that they meet: N, K.
 TALL_SHAPE = (5600, 640)
 TALL_TILES = [

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ridgeline
-from gemm_choice import TALL_SHAPE, TALL_TILES
+from gemm_choice import TALL_SHAPE, TALL_TILES, WIDE_COUNTS, WIDE_SHAPE
 from op_table.grouped import mxfp4_of
 from ridgeline import ops
 from ridgeline.roofline import op_cost
@@ -134,6 +134,43 @@ def test_tall_tiles_of_four_bits(kind: str, mean: int, rows: int, gated: bool) -
     N, K = TALL_SHAPE
     check(kind, [2 * mean, 0, mean + 1, mean - 1], N, K, gated, "cuda")
     check(kind, [rows, rows + 1, 1, 4 * mean - 2 * rows - 2], N, K, gated, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("counts", WIDE_COUNTS)
+def test_wide_tiles_of_dense_weights(
+    counts: list[int], gated: bool, gathered: bool, dtype: torch.dtype
+) -> None:
+    """The last tile of columns is not whole, and rows behind the last expert's are NaN."""
+    N, K = WIDE_SHAPE
+    experts, M = len(counts), sum(counts)
+    draw = torch.Generator("cuda").manual_seed(0)
+    weight = torch.randn(experts, N, K, device="cuda", generator=draw) / K**0.5
+    weight, bias = (
+        weight.to(dtype),
+        torch.randn(experts, N, device="cuda", generator=draw).to(dtype),
+    )
+    x = torch.randn(M + 32, K, device="cuda", generator=draw).to(dtype)
+    x[M:] = torch.nan
+    order = torch.arange(M, device="cuda")
+    if gathered:
+        order = torch.randperm(M, device="cuda", generator=draw)
+    rows = order.int() if gathered else None
+    offsets = torch.tensor([0, *counts]).cumsum(0).to("cuda", torch.int32)
+    activation = "silu_mul" if gated else None
+    out = ops.grouped_linear(
+        x if gathered else x[:M], weight, offsets, rows=rows, bias=bias, activation=activation
+    )
+    for e, part in enumerate(out.split(counts)):
+        start = int(offsets[e])
+        sums = x[order[start : start + counts[e]]].float() @ weight[e].float().T + bias[e].float()
+        if gated:
+            gate, up = sums.chunk(2, dim=-1)
+            sums = torch.nn.functional.silu(gate) * up
+        torch.testing.assert_close(part.float(), sums, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES)

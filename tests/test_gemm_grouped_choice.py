@@ -8,7 +8,14 @@ import pytest
 import torch
 
 import ridgeline
-from gemm_choice import TALL_SHAPE, TALL_TILES, choice_of_experts, plan_of_experts
+from gemm_choice import (
+    TALL_SHAPE,
+    TALL_TILES,
+    WIDE_COUNTS,
+    WIDE_SHAPE,
+    choice_of_experts,
+    plan_of_experts,
+)
 
 EXPERTS = 128
 FORMATS = ["dense", "fp8", "fp8_blocks", "fp8_fp8", "fp8_fp8_blocks", "int4", "fp4"]
@@ -112,6 +119,43 @@ def test_tall_tiles_of_the_gpu_tests(kind: str, mean: int, rows: int, gated: boo
         group=32 if kind == "int4_groups" else 128,
     )
     assert (choice["path"], choice["most_rows"]) == ("some", rows)
+
+
+@pytest.mark.parametrize(
+    ("mean", "experts", "N", "K", "options", "wide"),
+    [
+        (128, 8, 4096, 14336, {}, True),
+        (384, 8, 4096, 14336, {}, True),
+        (2048, 8, 4096, 14336, {}, True),
+        (256, 8, 4096, 14336, {}, False),  # half of the experts have more than a tile of many
+        (128, 8, 28672, 4096, {"activation": "silu_mul", "gathered": True}, True),
+        (2048, 8, 28672, 4096, {"activation": "silu_mul", "gathered": True}, False),
+        (192, 256, 4096, 7168, {"activation": "silu_mul"}, False),  # two tiles, half empty
+        (128, 128, 1536, 2048, {}, False),
+        (128, 8, 4096, 14336, {"invariant": True}, False),
+        (128, 8, 4096, 14336, {"format": "fp8_fp8"}, False),
+        (1024, 8, 4096, 14336, {"gathered": True}, False),  # rows are put in order meanwhile
+        (1024, 1, 4096, 14336, {}, False),
+    ],
+)
+def test_wide_tiles_are_where_they_take_less(
+    mean: int, experts: int, N: int, K: int, options: dict[str, Any], wide: bool
+) -> None:
+    options = {"format": "dense", **options}
+    choice = choice_of_experts(mean * experts, experts, N, K, **options)
+    assert choice["path"] == "many"
+    assert (choice["most_rows"] == 160) == (choice["tile_cols"] == 256) == wide
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("counts", WIDE_COUNTS)
+def test_wide_tiles_of_the_gpu_tests(counts: list[int], gated: bool, gathered: bool) -> None:
+    activation = "silu_mul" if gated else "none"
+    choice = choice_of_experts(
+        sum(counts), len(counts), *WIDE_SHAPE, activation=activation, gathered=gathered
+    )
+    assert choice["tile_cols"] == 256
 
 
 def test_rows_of_an_expert_are_whole_ones_of_the_mean() -> None:

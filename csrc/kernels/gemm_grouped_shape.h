@@ -12,6 +12,7 @@ constexpr int kMaxExperts = 1023;  // and the rows of no expert
 constexpr int kPieceRows = 64;  // rows of x that tiles of many multiply whole
 constexpr int kManyRows = 256;  // of x, of a tile of many
 constexpr int kTallRows = 272;  // of taller ones, of e4m3 by e4m3
+constexpr int kWideRows = 160, kWideCols = 256;  // of one of two bands of weight rows
 constexpr int kGroupRows = 128, kGroupCols = 256;  // of one by scales of 128 columns of K
 constexpr int kSegmentRows = 192;  // and of those that keep sums of segments of K apart
 

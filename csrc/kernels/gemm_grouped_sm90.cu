@@ -171,10 +171,10 @@ void launch_tiles(const GroupedGemmParams& params, const Choice& choice, Stream 
         {x, static_cast<int>(sizeof(typename Tile::X)), x_rows, p.K, x_stride}, box_rows,
         Tile::kBoxDepth, true);
   }
-  if (Tile::kInOrder && launch.row_tile > kManyRows)
+  if (Tile::kInOrder && (launch.row_tile > kManyRows || Tile::kBands > 1))
     launch.x_behind = device::matrix_map(
         {x, static_cast<int>(sizeof(typename Tile::X)), x_rows, p.K, x_stride},
-        launch.row_tile - kManyRows, Tile::kBoxDepth, true);
+        Tile::kBands > 1 ? kLastRows : launch.row_tile - kManyRows, Tile::kBoxDepth, true);
   device::launch_chained<grouped_sm90_kernel<Tile>>(
       dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads),
       sizeof(Shared<Tile>) + launch.gather.slots_at + launch.gather.slots_bytes(), stream, launch,
@@ -245,6 +245,10 @@ void launch_x(const GroupedGemmParams& params, const Choice& choice, Stream stre
       return launch_tiles<Tile<T, X, kFormat, kGroups, 32, Way{}, kBlocks>>(params, choice,
                                                                             stream);
     }
+  if constexpr (kFormat == WeightFormat::kDense)
+    if (choice.tile_cols == kWideCols)
+      return launch_tiles<Tile<T, X, kFormat, 2, kWideRows, Way{.bands = 2}>>(params, choice,
+                                                                              stream);
   if constexpr (kFormat == WeightFormat::kDense)
     if (choice.most_rows == kSegmentRows)
       return launch_tiles<Tile<T, X, kFormat, 2, kSegmentRows>>(params, choice, stream);

@@ -33,6 +33,7 @@ constexpr bool expands(WeightFormat format) {
 struct Way {
   Int4As as = Int4As::kAny;
   bool gated = false, codes = false;
+  int bands = 1;
 };
 
 /// kConsumers_ warpgroups of 64 weight rows each by up to kRows_ rows of x: of few rows one or two,
@@ -62,8 +63,10 @@ struct Tile {
   // Whether threads copy rows of x that are out of order. Else x always comes by the copy engine,
   // for which one thread or two ask.
   static constexpr bool kCopies = !kInOrder && !kSome;
-  static constexpr int kPiece = kInOrder ? 64 : 32;  // rows whose sums lie together
-  static constexpr int kLines = kSome ? 16 : kPiece;  // of shared memory on the way to y
+  static constexpr int kBands = kWay.bands;  // of 64 weight rows a warpgroup
+  static constexpr int kPiece = kInOrder && kBands == 1 ? 64 : 32;  // rows whose sums lie together
+  // Of shared memory on the way to y.
+  static constexpr int kLines = kSome ? 16 : kInOrder ? 2 * kBoxLines : kPiece;
   // Whether rows of e4m3 have a scale for each 128 columns: else they have one. Then they are the
   // operand of 64 rows, and weight rows that of many.
   static constexpr bool kGroups = kFp8X && kBlocks && kInOrder;
@@ -87,7 +90,7 @@ struct Tile {
   static constexpr int kDepth = kBoxes * kBoxDepth;                          // of a stage
   // Of int4: one for 32 columns, or for the 128 that some rows meet as differences.
   static constexpr int kScaleSets = kBoxes == 4 ? 2 : 2 * kBoxes;
-  static constexpr int kCols = kGroups ? kGroupCols : kConsumers * kWarpgroupRows;
+  static constexpr int kCols = kGroups ? kGroupCols : kConsumers * kBands * kWarpgroupRows;
   static constexpr int kParts = kGroups ? kCols / kScaleBlock : 1;  // products are made in
   static constexpr int kMultipliers = kConsumers * kWarpgroup;  // threads
   // Arrivals that give a stage back: of warps, where each reads for itself.
@@ -129,6 +132,7 @@ struct Tile {
 
 constexpr int kTurns = kWarpgroup / device::kWarpSize;  // warps that bring stages by turns
 constexpr int kMaxStages = 16;
+constexpr int kLastRows = 32;  // of x, at most, that a request brings behind those of pieces
 constexpr int kStagesOfTwo = 8;  // of each of two blocks on an SM, in rings that are shaped
 
 /// Bytes of a stage with `rows` rows of x and so many sets of scales.
@@ -172,7 +176,7 @@ struct Gather {
 struct Launch {
   GroupedGemmParams grouped;
   CUtensorMap weight, scales, zeros, x;
-  CUtensorMap x_behind;  // rows of a tile behind kManyRows
+  CUtensorMap x_behind;  // rows of a tile behind kManyRows, or behind its whole pieces
   bool in_order;  // row s of y is made of row s of x
   bool gathered;  // by a kernel ahead that has waited for those ahead of it
   bool joined;    // one request brings all boxes of a stage's x

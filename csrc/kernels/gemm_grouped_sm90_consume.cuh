@@ -1,4 +1,5 @@
 #pragma once
+#include "kernels/gemm_grouped_sm90_bands.cuh"
 #include "kernels/gemm_grouped_sm90_store_some.cuh"
 
 /// The warpgroups that multiply: tile after tile.
@@ -38,19 +39,29 @@ __device__ __forceinline__ void consume_planned(const Launch& launch, Shared<Til
     ptx::mbarrier_wait(&planned.full[at], i / 2 % 2);
     const Item item = planned.items[at];
     if (item.rows == 0) break;
-    Sums<Tile> sums;
-    multiply_rows<Tile>(launch, shared, ring, sums, item, me);
-    const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)) + kWarpgroup);
-    const int row = here.warpgroup * kWarpgroupRows + here.warp * 16 + here.quad;
-    RowFactors<typename Tile::T> factors;
-    factors.take(planned.columns[at][row], planned.columns[at][row + 8]);
-    const float* x_scale = shared.x_scale[Tile::kScalesRows ? at : 0];
-    if constexpr (Tile::kSome) {
-      store_some<Tile>(launch, shared, item, sums, x_scale, factors, here);
-    } else if (is_gated(launch.grouped.gemm.activation)) {
-      store_boxes<Tile, true>(launch, shared, item, sums, x_scale, factors, here, turn);
+    Sums<Tile> sums[Tile::kBands];
+    if constexpr (Tile::kBands > 1) {
+      multiply_sixteens<Tile>(launch, shared, ring, sums, item, me);
     } else {
-      store_boxes<Tile, false>(launch, shared, item, sums, x_scale, factors, here, turn);
+      multiply_rows<Tile>(launch, shared, ring, sums[0], item, me);
+    }
+    const Consumer here(ptx::opaque(static_cast<int>(threadIdx.x)) + kWarpgroup);
+    const float* x_scale = shared.x_scale[Tile::kScalesRows ? at : 0];
+#pragma unroll
+    for (int band = 0; band < Tile::kBands; ++band) {
+      const int group = band * Tile::kConsumers + here.warpgroup;
+      const int row = group * kWarpgroupRows + here.warp * 16 + here.quad;
+      RowFactors<typename Tile::T> factors;
+      factors.take(planned.columns[at][row], planned.columns[at][row + 8]);
+      if constexpr (Tile::kSome) {
+        store_some<Tile>(launch, shared, item, sums[band], x_scale, factors, here);
+      } else if (is_gated(launch.grouped.gemm.activation)) {
+        store_boxes<Tile, true>(launch, shared, item, sums[band], x_scale, factors, here, band,
+                                turn);
+      } else {
+        store_boxes<Tile, false>(launch, shared, item, sums[band], x_scale, factors, here, band,
+                                 turn);
+      }
     }
     ptx::mbarrier_arrive(&planned.free[at]);  // every lane, for what it read
   }

@@ -21,13 +21,18 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
   std::uint64_t* full = &shared.full[stage];
   const Stage<Tile> to(launch, shared, stage);
   const int box_rows = box_rows_of<Tile>(launch.row_tile);
+  // Rows of x come by boxes, and those behind them by one of its own, of taller tiles and of two
+  // bands.
   const bool taller = kX && Tile::kRows > kManyRows && item.rows > kManyRows;
+  const int left = item.rows % kPieceRows;
+  const bool shorter = kX && Tile::kBands > 1 && 0 < left && left <= kLastRows;
   const int boxes = !kX || !launch.in_order ? 0
                     : taller                ? kManyRows / box_rows
+                    : shorter               ? item.rows / box_rows
                     : Tile::kInOrder        ? ceil_div(item.rows, box_rows)
                                             : 1;
-  int bytes = taller ? launch.row_tile * kRowBytes
-                     : boxes * Tile::kBoxesOfX * box_rows * kRowBytes;
+  const int behind = taller ? launch.row_tile - kManyRows : shorter ? kLastRows : 0;
+  int bytes = (boxes * Tile::kBoxesOfX * box_rows + behind) * kRowBytes;
   if (kWeight) bytes += Tile::kWeightBytes;
   if (kWeight && Tile::kNibbles) bytes += launch.groups * Tile::kCols * (p.weight.zeros ? 3 : 2);
   ptx::mbarrier_expect(full, bytes);
@@ -66,9 +71,9 @@ __device__ __forceinline__ void request(const Launch& launch, Shared<Tile>& shar
       for (int box = 0; box < Tile::kBoxes; ++box)
         ptx::copy_matrix(to.x(box) + i * box_rows * kRowBytes, &launch.x, full,
                          k * Tile::kDepth + box * Tile::kBoxDepth, item.row0 + i * box_rows);
-    if (taller)
-      ptx::copy_matrix(to.x() + kManyRows * kRowBytes, &launch.x_behind, full, k * Tile::kDepth,
-                       item.row0 + kManyRows);
+    if (behind > 0)
+      ptx::copy_matrix(to.x() + boxes * box_rows * kRowBytes, &launch.x_behind, full,
+                       k * Tile::kDepth, item.row0 + boxes * box_rows);
   }
 }
 

@@ -192,7 +192,7 @@ struct Boxes {
   int count;                    // of the tile's rows from the first on
 
   __device__ __forceinline__ Boxes(const GemmParams& p, Shared<Tile>& shared, const Item& item,
-                                   const Consumer& me, int turn) {
+                                   const Consumer& me, int band, int turn) {
     const auto place = [](unsigned row, unsigned vector) {
       const unsigned line = kGated ? row / 2 : row;
       return line * kRowBytes + ((kGated ? row % 2 * 4 + vector : vector) ^ line % 8) * kVector;
@@ -209,7 +209,8 @@ struct Boxes {
       rows[i] = box + of_rows;
     }
     first = item.row0 + static_cast<int>(row);
-    column = ((item.column * Tile::kConsumers + me.warpgroup) * kRowVectors + vector) * 8;
+    const int group = (item.column * Tile::kBands + band) * Tile::kConsumers + me.warpgroup;
+    column = (group * kRowVectors + vector) * 8;
     y = static_cast<T*>(p.y) + first * p.out_cols() + column;
     count = column < p.out_cols() ? item.rows - static_cast<int>(row) : 0;
   }
@@ -224,14 +225,14 @@ __device__ __forceinline__ void store_boxes(const Launch& launch, Shared<Tile>& 
                                             const Item& item, const Sums<Tile>& sums,
                                             const float* x_scale,
                                             const RowFactors<typename Tile::T>& factors,
-                                            const Consumer& me, int& turn) {
+                                            const Consumer& me, int band, int& turn) {
   using T = typename Tile::T;
   using Boxes = Boxes<Tile, kGated>;
   constexpr int kCount = Boxes::kCount, kEights = Tile::kPiece / 8;
-  static_assert(Tile::kPiece == 2 * kBoxLines);
+  static_assert(Tile::kLines == 2 * kBoxLines);
   const GemmParams& p = launch.grouped.gemm;
   const bool adds = !kGated && Tile::kFormat == WeightFormat::kDense && p.residual != nullptr;
-  Boxes boxes(p, shared, item, me, turn);
+  Boxes boxes(p, shared, item, me, band, turn);
   uint4 held[kCount];
   const auto store_held = [&](int box) {
 #pragma unroll

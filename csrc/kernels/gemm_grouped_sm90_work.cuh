@@ -131,7 +131,7 @@ __device__ __forceinline__ Item item_of(const Launch& launch, const Plan& at, in
     // tiles have one more changes from column to column: a block that takes every 132nd tile would
     // have them all, or none.
     const bool taller = Tile::kRows > kManyRows && rows > tiles * kManyRows;
-    const int dealt = taller ? 8 : kPieceRows;
+    const int dealt = taller || Tile::kBands > 1 ? 8 : kPieceRows;
     const int pieces = ceil_div(rows, dealt), rest = pieces % tiles;
     const int turn = place.n % tiles;
     const auto more = [&](int t) {  // that tiles ahead of `t` have

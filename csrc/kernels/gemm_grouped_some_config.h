@@ -7,7 +7,7 @@
 #include <span>
 
 #include "common/math.h"
-#include "kernels/gemm_grouped_shape.h"
+#include "kernels/gemm_grouped_times.h"
 
 /// Which tiles of some rows of x weights meet that are expanded: pure functions of the shape.
 namespace ridgeline::gemm_grouped {
@@ -74,56 +74,14 @@ inline std::span<const TallTile> tall_tiles(const Shape& shape) {
   return shape.dtype == DType::kBFloat16 ? tiles : tiles.first(1);
 }
 
-/// How rows are dealt to experts: at random, or so unevenly that shares differ by a factor of e^0.5,
-/// as routers do.
-enum class Dealt { kAtRandom, kUnevenly };
-
-/// Tiles of up to `most` rows that an expert has in the mean.
-inline double expected_tiles(const Shape& shape, Dealt dealt, int most) {
-  const auto mean = static_cast<double>(mean_rows(shape));
-  constexpr double kUneven = 0.5, kRare = 1e-4;
-  double tiles = 1.0;
-  for (double rows = most + 0.5;; rows += most) {
-    const double deviations =
-        dealt == Dealt::kAtRandom ? (rows - mean) / std::sqrt(mean)
-                                  : std::log(rows / mean) / kUneven + kUneven / 2.0;
-    const double more = 0.5 * std::erfc(deviations / std::sqrt(2.0));
-    if (more < kRare) return tiles;
-    tiles += more;
-  }
-}
-
-/// How often an SM has a tile, if experts have `each` in the mean by `columns`: few are whole waves.
-inline double expected_waves(const Shape& shape, double each, int columns) {
-  constexpr double kMany = 8.0;
-  const double tiles = shape.experts * each, whole = std::floor(tiles);
-  const auto waves = [&](double row_tiles) {
-    const double of_sm = columns * row_tiles / shape.sms;
-    return of_sm < kMany ? std::max(std::ceil(of_sm), 1.0) : of_sm + 0.5;
-  };
-  const double fewer = waves(whole), more = waves(whole + 1.0);
-  return fewer + (tiles - whole) * (more - fewer);
-}
-
-/// us that a product takes by tall tiles, or by those of many rows, 128 weight rows by whole pieces
-/// of 64. Fitted to 82 products of five shapes by each of their tiles
-/// (results/2026-11-30_nvidia-h200_expert_tiles.csv).
+/// us that a product takes by tall tiles. Fitted to 82 products of five shapes by each of their
+/// tiles (results/2026-11-30_nvidia-h200_expert_tiles.csv).
 inline double time_of_tall(const Shape& shape, Dealt dealt, const TallTile& tile) {
   constexpr double kEnds = 1.0;
   const double of_columns = is_gated(shape.activation) ? tile.gated : tile.plain;
   const double tiles = expected_tiles(shape, dealt, tile.rows);
   return expected_waves(shape, tiles, ceil_div(shape.N, 256)) *
          (ceil_div(shape.K, 128) * of_columns + kEnds);
-}
-
-inline double time_of_many(const Shape& shape, Dealt dealt) {
-  constexpr double kEnds = 1.0;
-  struct Units { double of_columns, of_piece; };  // us for 64 columns of K
-  const Units units = is_gated(shape.activation) ? Units{0.34, 0.097} : Units{0.25, 0.135};
-  const double tiles = expected_tiles(shape, dealt, kManyRows);
-  const double pieces = expected_tiles(shape, dealt, kPieceRows) / tiles;
-  return expected_waves(shape, tiles, ceil_div(shape.N, 128)) *
-         (ceil_div(shape.K, 64) * (units.of_columns + units.of_piece * pieces) + kEnds);
 }
 
 /// The tall tile that takes least, of both ways that rows are dealt in the mean, and its time.
