@@ -305,6 +305,16 @@ def test_many_gathered_rows_are_put_in_order_meanwhile() -> None:
     assert x(256, 8192) == ("in_place", 1)
 
 
+def test_many_experts_of_bytes_are_taken_as_they_lie() -> None:
+    def ordered(experts: int, format: str, **options: Any) -> Any:
+        return choice_of_experts(512 * experts, experts, 2048, 768, format, **options)["ordered"]
+
+    for format in ("fp8_fp8", "fp8_fp8_blocks"):
+        assert [ordered(experts, format) for experts in (63, 64)] == [1, 0]
+        assert ordered(64, format, gathered=True) == 1
+    assert ordered(64, "dense") == ordered(64, "fp8") == 1
+
+
 def test_blocks_take_tiles_where_they_have_several() -> None:
     """From 256 rows an expert on, or from 128 where SMs have four tiles and more; one expert's are
     alike, and fewer rows take no longer without."""
