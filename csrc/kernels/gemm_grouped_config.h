@@ -130,10 +130,8 @@ inline bool has_wide_tiles(const Shape& shape) {
       shape.experts <= 1 || shape.K < kLeastCols || mean_rows(shape) < kPieceRows ||
       gathers_inside(shape))
     return false;
-  const auto both = [&](const auto& time) {
-    return time(shape, Dealt::kAtRandom) + time(shape, Dealt::kUnevenly);
-  };
-  return kLeastGain * both(time_of_wide) < both(time_of_many);
+  const double wide = time_of_both([&](Dealt dealt) { return time_of_wide(shape, dealt); });
+  return kLeastGain * wide < time_of_both([&](Dealt dealt) { return time_of_many(shape, dealt); });
 }
 
 /// Rows of x that a tile has, at most, of the kernel for many: twice as many as experts have in the

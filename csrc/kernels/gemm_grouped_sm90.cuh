@@ -28,17 +28,17 @@ constexpr bool expands(WeightFormat format) {
 }
 
 /// What a kernel of its own knows: how int4 meets some rows of x, whether they and those with a
-/// scale for each 128 columns meet gates and their ups, and whether those of the latter leave as
-/// e4m3.
+/// scale for each 128 columns meet gates and their ups, whether those of the latter leave as e4m3,
+/// and how often a warpgroup has 64 weight rows.
 struct Way {
   Int4As as = Int4As::kAny;
   bool gated = false, codes = false;
   int bands = 1;
 };
 
-/// kConsumers_ warpgroups of 64 weight rows each by up to kRows_ rows of x: of few rows one or two,
-/// of some four, of many two. X: T, or std::uint8_t, which stands for e4m3, some rows of which are
-/// bfloat16 in two terms. kBlocks_: whether scales of fp8 are of blocks.
+/// kConsumers_ warpgroups of 64 weight rows, or of two bands of so many, by up to kRows_ rows of x:
+/// of few rows one or two, of some four, of many two. X: T, or std::uint8_t, which stands for e4m3,
+/// some rows of which are bfloat16 in two terms. kBlocks_: whether scales of fp8 are of blocks.
 template <class T_, class X_, WeightFormat kFormat_, int kConsumers_, int kRows_,
           Way kWay_ = Way{}, bool kBlocks_ = false>
 struct Tile {

@@ -92,8 +92,8 @@ struct BestTall {
 inline BestTall best_tall_tile(const Shape& shape) {
   BestTall best{0, std::numeric_limits<double>::infinity()};
   for (const TallTile& tile : tall_tiles(shape)) {
-    const double time = time_of_tall(shape, Dealt::kAtRandom, tile) +
-                        time_of_tall(shape, Dealt::kUnevenly, tile);
+    const double time =
+        time_of_both([&](Dealt dealt) { return time_of_tall(shape, dealt, tile); });
     if (time < best.time) best = {tile.rows, time};
   }
   return best;
@@ -110,8 +110,8 @@ inline bool has_some_rows(const Shape& shape) {
     const bool any = shape.format == WeightFormat::kInt4 && tall_way(shape) == Int4As::kAny;
     const double least_gain = any ? 1.05 : 1.0;
     return shape.dtype == DType::kBFloat16 && mean <= kMostTallRows &&
-           least_gain * best_tall_tile(shape).time < time_of_many(shape, Dealt::kAtRandom) +
-                                                         time_of_many(shape, Dealt::kUnevenly);
+           least_gain * best_tall_tile(shape).time <
+               time_of_both([&](Dealt dealt) { return time_of_many(shape, dealt); });
   }
   return expands(shape.format, shape.x_dtype == DType::kFloat8E4M3) && mean > kFewRows &&
          mean <= kMostSomeRows;

@@ -12,6 +12,13 @@ namespace ridgeline::gemm_grouped {
 /// as routers do.
 enum class Dealt { kAtRandom, kUnevenly };
 
+/// time(dealt) of both, added: a choice for rows at random alone lost more by uneven ones than it
+/// won.
+template <class Time>
+double time_of_both(const Time& time) {
+  return time(Dealt::kAtRandom) + time(Dealt::kUnevenly);
+}
+
 /// Tiles of up to `most` rows that an expert has in the mean.
 inline double expected_tiles(const Shape& shape, Dealt dealt, int most) {
   const auto mean = static_cast<double>(mean_rows(shape));

@@ -201,7 +201,8 @@ class Library {
     const bool chooses = sm90a && (problem.has_short_k || problem.has_many_rows);
     auto found = candidates(chooses ? kCandidates : 1);
     const bool tall = sm90a && problem.is_half && !found.empty() && is_tall(tile_of(found[0]));
-    if (tall) found = candidates(kCandidates);
+    if (tall)
+      if (const auto all = candidates(kCandidates); !all.empty()) found = all;
     api()->cublasLtMatmulPreferenceDestroy(preference);
     if (found.empty() || found[0].state != 0) return std::nullopt;
     const auto preferred = [&](const HeuristicResult& result) {
