@@ -60,12 +60,17 @@ def choice_of_experts(*args: Any, **options: Any) -> dict[str, Any]:
     return {"path": path} | {k: int(v) if v.isdigit() else v for k, v in pairs}
 
 
-# Experts' N and K, and rows that they have: of each number that dense tiles of 256 weight rows
-# multiply whole, in one to three tiles of an expert.
-WIDE_SHAPE = (2064, 4096)
-WIDE_COUNTS = [
-    [0, 1, 64, 72, 95, 105, 120, 137],
-    [150, 160, 161, 176, 250, 330, 3, 33],
+# N, K, rows of each expert, and whether they are gathered, of dense tiles of 256 weight rows: all
+# numbers that those multiply whole, one to three tiles of an expert, and tiles that are claimed.
+WIDE = [
+    (2064, K, counts, gathered)
+    for K, counts, gathered in [
+        (4096, [0, 1, 64, 72, 95, 105, 120, 137], False),
+        (4096, [0, 1, 64, 72, 95, 105, 120, 137], True),
+        (4096, [150, 160, 161, 176, 250, 330, 3, 33], False),
+        (4096, [150, 160, 161, 176, 250, 330, 3, 33], True),
+        (8192, [161, 480, 320, 359], False),
+    ]
 ]
 
 # Four experts with so many rows in the mean, and the rows of the tiles that they meet: N, K.

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ridgeline
-from gemm_choice import TALL_SHAPE, TALL_TILES, WIDE_COUNTS, WIDE_SHAPE
+from gemm_choice import TALL_SHAPE, TALL_TILES, WIDE
 from op_table.grouped import mxfp4_of
 from ridgeline import ops
 from ridgeline.roofline import op_cost
@@ -138,14 +138,12 @@ def test_tall_tiles_of_four_bits(kind: str, mean: int, rows: int, gated: bool) -
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("counts", WIDE_COUNTS)
+@pytest.mark.parametrize(("N", "K", "counts", "gathered"), WIDE)
 def test_wide_tiles_of_dense_weights(
-    counts: list[int], gated: bool, gathered: bool, dtype: torch.dtype
+    N: int, K: int, counts: list[int], gathered: bool, gated: bool, dtype: torch.dtype
 ) -> None:
     """The last tile of columns is not whole, and rows behind the last expert's are NaN."""
-    N, K = WIDE_SHAPE
     experts, M = len(counts), sum(counts)
     draw = torch.Generator("cuda").manual_seed(0)
     weight = torch.randn(experts, N, K, device="cuda", generator=draw) / K**0.5
