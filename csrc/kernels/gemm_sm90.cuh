@@ -129,11 +129,6 @@ __host__ __device__ __forceinline__ bool is_plain(const GemmParams& p) {
   return p.activation == Activation::kNone && p.residual == nullptr;
 }
 
-/// Whether it is gates' SiLU times their ups.
-__host__ __device__ __forceinline__ bool is_silu_of_gates(const GemmParams& p) {
-  return p.activation == Activation::kSiluMul && p.residual == nullptr;
-}
-
 /// Two sums rounded to T, the first in the low half.
 template <class T>
 __device__ __forceinline__ std::uint32_t pack(float first, float second) {
