@@ -257,6 +257,31 @@ def test_expanded_fp8(
         assert torch.equal(again, out)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [shape[:3] for shape in EXPANDED_FP8 if shape[3] in ("segments", "tail")]
+)
+def test_a_residual_of_tiles_that_blocks_share(
+    M: int, N: int, K: int, activation: str | None
+) -> None:
+    """The copy engine brings a block's share of it; rows that it cannot map come one by one, and
+    give the same bits."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    weight, scale = ops.quantize_fp8(torch.randn(N, K, generator=generator, device="cuda"))
+    x = torch.randn(M, K, generator=generator, device="cuda").bfloat16()
+    columns = N // 2 if activation else N
+    residual = torch.randn(M, columns, generator=generator, device="cuda").bfloat16()
+    apart = torch.empty(M, columns + 4, device="cuda", dtype=torch.bfloat16)[:, 4:].copy_(residual)
+    mapped, read = (
+        ops.fp8_linear(x, weight, scale, activation=activation, residual=of)
+        for of in (residual, apart)
+    )
+    assert torch.equal(mapped, read)
+    plain = ops.fp8_linear(x, weight, scale, activation=activation)
+    assert not torch.equal(mapped, plain)
+
+
 # Rows of fp8 by int4, and who multiplies them: the cluster kernel, where its tiles are few; tiles
 # of 128 rows, of 192, or of 256.
 CODES = [

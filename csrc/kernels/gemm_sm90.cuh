@@ -207,12 +207,13 @@ struct Columns {
 };
 
 /// The chunk's part of y, neighbouring threads on neighbouring columns. Each product and sum is
-/// rounded by itself, as `finish` does. sums_at(row, column) gives four sums. Two rows of a thread
-/// hide each other's loads, and are code that a block which runs it once waits for.
-template <class T, class SumsAt>
+/// rounded by itself, as `finish` does. sums_at(row, column) gives four sums, residual_at what is
+/// added to them if there is a residual. Two rows of a thread hide each other's loads, and are code
+/// that a block which runs it once waits for.
+template <class T, class SumsAt, class ResidualAt>
 __device__ __forceinline__ void finish_chunk(const GemmParams& p, SumsAt&& sums_at,
-                                             const Part& part, const Columns& columns,
-                                             int thread) {
+                                             ResidualAt&& residual_at, const Part& part,
+                                             const Columns& columns, int thread) {
   const bool gated = is_gated(p.activation);
   const int per_row = part.columns / kEach, column = thread % per_row * kEach;
   const int out_cols = p.out_cols(), n = part.column + column;
@@ -234,20 +235,30 @@ __device__ __forceinline__ void finish_chunk(const GemmParams& p, SumsAt&& sums_
 #pragma unroll
     for (int i = 0; i < kEach; ++i) values.data[i] = value(0, i);
     if (p.activation != Activation::kNone)
+      gemm_detail::with_activation(p.activation, [&](auto constant) {
+        constexpr auto kActivation = static_cast<Activation>(constant());
 #pragma unroll
-      for (float& v : values.data) v = gemm_detail::activate<T>(p.activation, v);
+        for (float& v : values.data) v = gemm_detail::activate<T>(kActivation, v);
+      });
     if (gated)
 #pragma unroll
       for (int i = 0; i < kEach; ++i) values.data[i] = __fmul_rn(values.data[i], value(1, i));
     if (p.residual) {
-      const T* at = static_cast<const T*>(p.residual) + m * p.stride_residual + n;
-      const auto residual = device::floats(device::load_vec<kEach>(at));
+      const auto residual = device::floats(residual_at(row, column));
 #pragma unroll
       for (int i = 0; i < kEach; ++i)
         values.data[i] = __fadd_rn(values.data[i], residual.data[i]);
     }
     device::store(static_cast<T*>(p.y) + m * out_cols + n, device::rounded<T>(values));
   }
+}
+
+/// Four columns of a row of the part's residual, from memory.
+template <class T>
+__device__ __forceinline__ device::Vec<T, kEach> residual_at(const GemmParams& p, const Part& part,
+                                                             int row, int column) {
+  return device::load_vec<kEach>(static_cast<const T*>(p.residual) +
+                                 (part.row + row) * p.stride_residual + part.column + column);
 }
 
 /// What sums meet ahead of their activation: nothing, or a row's and a column's scale, or a bias,

@@ -10,18 +10,16 @@ template <class Tile>
 void launch_ways(const GemmParams& p, const gemm_config::Config& config, void* parts,
                  Stream stream) {
   using enum Activation;
-  if (config.segments == 1) {
-    if (p.activation == kNone && device::is_mappable(residual_of(p)))
-      return launch_tiles<Tile, KnownWay<kNone, true>>(p, config, parts, stream);
-    if (p.activation == kGelu && !p.residual)
-      return launch_tiles<Tile, KnownWay<kGelu>>(p, config, parts, stream);
-    if (p.activation == kSiluMul && !p.residual)
-      return launch_tiles<Tile, KnownWay<kSiluMul>>(p, config, parts, stream);
-  }
+  if (p.activation == kNone && device::is_mappable(residual_of(p)))
+    return launch_tiles<Tile, KnownWay<kNone, true>>(p, config, parts, stream);
+  if (p.activation == kGelu && !p.residual)
+    return launch_tiles<Tile, KnownWay<kGelu>>(p, config, parts, stream);
+  if (p.activation == kSiluMul && !p.residual)
+    return launch_tiles<Tile, KnownWay<kSiluMul>>(p, config, parts, stream);
   launch_tiles<Tile>(p, config, parts, stream);
 }
 
-/// Tiles of one band, but those of 256 rows.
+/// Whole tiles of one band, but those of 256 rows.
 template <class Tile>
 void launch_one_band(const GemmParams& p, const gemm_config::Config& config, void* parts,
                      Stream stream) {
@@ -42,32 +40,47 @@ void launch_large(const GemmParams& p, const gemm_config::Config& config, void* 
   launch_ways<Large>(p, config, parts, stream);
 }
 
+/// Of e4m3 by float16 there are fewer kernels.
+template <class T, WeightFormat kFormat>
+constexpr bool kHasAllTiles =
+    std::is_same_v<T, __nv_bfloat16> || kFormat == WeightFormat::kInt4;
+
+/// Tiles of one band, a segment of K a block.
+template <class T, WeightFormat kFormat, bool kBlocks>
+void launch_segments(const GemmParams& p, const gemm_config::Config& config, void* parts,
+                     Stream stream) {
+  const auto launch = [&]<int kRows>() {
+    launch_tiles<Tile<T, kFormat, kBlocks, kRows, 1, Cut::kSegments>>(p, config, parts, stream);
+  };
+  if constexpr (kHasAllTiles<T, kFormat>) {
+    if (config.tile_rows == 256) return launch.template operator()<256>();
+    if (config.tile_rows == 192) return launch.template operator()<192>();
+    if (config.tile_rows == 160) return launch.template operator()<160>();
+  }
+  launch.template operator()<128>();
+}
+
 template <class T, WeightFormat kFormat, bool kBlocks>
 void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void* parts,
                     Stream stream) {
-  // Fewer kernels for float16.
-  constexpr bool kTails = std::is_same_v<T, __nv_bfloat16> || kFormat == WeightFormat::kInt4;
-  if constexpr (kTails) {
-    if (config.tile_rows == 256 && config.segments > 1)
-      return launch_tiles<Tile<T, kFormat, kBlocks, 256, 1, true>>(p, config, parts, stream);
-    if (config.tile_rows == 160)
-      return launch_one_band<Tile<T, kFormat, kBlocks, 160, 1, true, false, true>>(p, config, parts,
-                                                                                  stream);
-    if (config.tile_rows == 192)
-      return launch_one_band<Tile<T, kFormat, kBlocks, 192, 1, true, false, true>>(p, config, parts,
-                                                                                  stream);
-    if (config.tile_rows == 224)
-      return launch_one_band<Tile<T, kFormat, kBlocks, 224, 1, false, false, true>>(p, config, parts,
-                                                                                   stream);
+  if (config.segments > 1) return launch_segments<T, kFormat, kBlocks>(p, config, parts, stream);
+  const auto one_band = [&]<int kRows>() {
+    launch_one_band<Tile<T, kFormat, kBlocks, kRows, 1, Cut::kTails>>(p, config, parts, stream);
+  };
+  if constexpr (kHasAllTiles<T, kFormat>) {
+    if (config.tile_rows == 160) return one_band.template operator()<160>();
+    if (config.tile_rows == 192) return one_band.template operator()<192>();
+    if (config.tile_rows == 224) return one_band.template operator()<224>();
   }
   if (config.tile_rows == 256) {
-    using Large = Tile<T, kFormat, kBlocks, 256, 1, false, false, kTails>;
+    using Large = Tile<T, kFormat, kBlocks, 256, 1,
+                       kHasAllTiles<T, kFormat> ? Cut::kTails : Cut::kNone>;
     if constexpr (std::is_same_v<T, __nv_bfloat16> && !kBlocks)
       return launch_large<Large>(p, config, parts, stream);
     return launch_tiles<Large>(p, config, parts, stream);
   }
   if (config.tile_cols == 256) {
-    using Wide = Tile<T, kFormat, kBlocks, 128, 2, false>;
+    using Wide = Tile<T, kFormat, kBlocks, 128, 2, Cut::kNone>;
     if constexpr (Wide::kPlainApart)
       if (is_scaled_alone<Wide>(p))
         return launch_tiles<Wide, KnownWay<Activation::kNone>>(p, config, parts, stream);
@@ -75,7 +88,32 @@ void launch_tile_of(const GemmParams& p, const gemm_config::Config& config, void
       return launch_large<Wide>(p, config, parts, stream);
     return launch_tiles<Wide>(p, config, parts, stream);
   }
-  launch_one_band<Tile<T, kFormat, kBlocks, 128, 1, true, false, kTails>>(p, config, parts, stream);
+  one_band.template operator()<128>();
+}
+
+/// Int4 by e4m3, of which float16 has fewer kernels, too.
+template <class T>
+void launch_to_fp8(const GemmParams& p, const gemm_config::Config& config, void* parts,
+                   Stream stream) {
+  constexpr auto kInt4 = WeightFormat::kInt4;
+  constexpr bool kHasAll = std::is_same_v<T, __nv_bfloat16>;
+  const auto segments = [&]<int kRows>() {
+    launch_tiles<Tile<T, kInt4, false, kRows, 1, Cut::kSegments, true>>(p, config, parts, stream);
+  };
+  if constexpr (kHasAll) {
+    using Large = Tile<T, kInt4, false, 256, 1, Cut::kTails, true>;
+    using Between = Tile<T, kInt4, false, 192, 1, Cut::kTails, true>;
+    const bool cut = config.segments > 1;
+    if (config.tile_rows == 256)
+      return cut ? segments.template operator()<256>()
+                 : launch_large<Large>(p, config, parts, stream);
+    if (config.tile_rows == 192)
+      return cut ? segments.template operator()<192>()
+                 : launch_one_band<Between>(p, config, parts, stream);
+  }
+  if (config.segments > 1) return segments.template operator()<128>();
+  launch_one_band<Tile<T, kInt4, false, 128, 1, kHasAll ? Cut::kTails : Cut::kNone, true>>(
+      p, config, parts, stream);
 }
 
 }  // namespace
@@ -85,19 +123,7 @@ void launch_expand(const GemmParams& p, const gemm_config::Config& config, void*
   device::dispatch_half(p.dtype, [&](auto type) {
     using T = typename decltype(type)::type;
     if (p.weight.format == WeightFormat::kInt4 && p.x.dtype == DType::kFloat8E4M3) {
-      constexpr auto kInt4 = WeightFormat::kInt4;
-      if constexpr (std::is_same_v<T, __nv_bfloat16>) {
-        if (config.tile_rows == 256 && config.segments > 1)
-          return launch_tiles<Tile<T, kInt4, false, 256, 1, true, true>>(p, config, parts, stream);
-        if (config.tile_rows == 256)
-          return launch_large<Tile<T, kInt4, false, 256, 1, false, true, true>>(p, config, parts,
-                                                                                stream);
-        if (config.tile_rows == 192)
-          return launch_one_band<Tile<T, kInt4, false, 192, 1, true, true, true>>(p, config, parts,
-                                                                                 stream);
-      }
-      constexpr bool kTails = std::is_same_v<T, __nv_bfloat16>;
-      launch_one_band<Tile<T, kInt4, false, 128, 1, true, true, kTails>>(p, config, parts, stream);
+      launch_to_fp8<T>(p, config, parts, stream);
     } else if (p.weight.format == WeightFormat::kInt4) {
       launch_tile_of<T, WeightFormat::kInt4, false>(p, config, parts, stream);
     } else if (p.weight.scale_layout == ScaleLayout::kBlock) {

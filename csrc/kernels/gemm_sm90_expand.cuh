@@ -18,14 +18,17 @@ constexpr int kStepBytes = 32;  // 16 columns of x, or 32 of e4m3
 constexpr int kOutRows = 32;    // of y in a box, but 64 of what is plain, ...
 constexpr int kBoxes = 4;       // ... of which a warpgroup has so many
 
+/// How many blocks multiply a tile: one; one, but for tails that others may take, or even shares of
+/// all; or several, a segment of K each. A kernel each: in one, beside the ends of whole tiles, what
+/// brings a share's residual to shared memory made the loop of fp8 by bf16 8% slower.
+enum class Cut { kNone, kTails, kSegments };
+
 /// kRows_ rows of x by kBands bands of 64 weight rows a warpgroup: 256 by 128 expand each weight
 /// half as often, 160 to 224 by 128 leave fewer rows empty, 128 by 256 suit fewer rows, 128 by 128
-/// make tiles where those are few. kBlocks: fp8 weights with scales of 128 x 128. kCuts: several
-/// blocks may multiply a segment of a tile's K each; of 256 rows they always do, for which there are
-/// no registers otherwise. kTails: some may take tails of others' tiles, or all even shares.
-/// kFp8X: x is e4m3, and int4 becomes that.
-template <class T_, WeightFormat kFormat_, bool kBlocks_, int kRows_, int kBands_, bool kCuts_,
-          bool kFp8X_ = false, bool kTails_ = false>
+/// make tiles where those are few. kBlocks: fp8 weights with scales of 128 x 128. kFp8X: x is e4m3,
+/// and int4 becomes that.
+template <class T_, WeightFormat kFormat_, bool kBlocks_, int kRows_, int kBands_, Cut kCut_,
+          bool kFp8X_ = false>
 struct Tile {
   using T = T_;
   static constexpr bool kFp8X = kFp8X_;
@@ -35,9 +38,7 @@ struct Tile {
   static constexpr float kUnit = !kInt4  ? 1.0f  // of sums
                                  : kFp8X ? device::kInt4AsE4m3Unit
                                          : device::kInt4Unit<T>;
-  static constexpr bool kCuts = kCuts_, kTails = kTails_;
-  static constexpr bool kWhole = !kCuts || kRows_ != 256;    // or one does
-  static constexpr bool kShares = (kCuts && kWhole && !kFp8X) || kTails;  // or some take tails
+  static constexpr bool kWhole = kCut_ != Cut::kSegments, kTails = kCut_ == Cut::kTails;
   static constexpr int kBands = kBands_;
   /// Plain tiles have a kernel of their own: there are too few registers beside the loop over any
   /// epilogue. H200, int4, 4096 rows of 4096 x 28672, us: 1367 in one kernel and 1287.
@@ -47,7 +48,7 @@ struct Tile {
   /// the others plain tiles of 160 to 224 rows by 28672 and 18944 columns took 3 to 5% longer (H200,
   /// lab, by turns), of fp8 not.
   static constexpr bool kKnows =
-      kBands == 1 && kRows_ != 256 && std::is_same_v<T, __nv_bfloat16>;
+      kWhole && kBands == 1 && kRows_ != 256 && std::is_same_v<T, __nv_bfloat16>;
   static constexpr bool kKnowsApart = kKnows && kInt4, kKnowsBeside = kKnows && !kInt4;
   static constexpr int kRows = kRows_;                      // of x: wgmma's columns
   static constexpr int kBoxCols = kBands * kWarpgroupRows;  // weight rows of half a tile
@@ -156,18 +157,18 @@ __device__ __forceinline__ bool find_work(const Launch& launch, int i, Work& wor
   if (Tile::kTails && launch.even) return find_even_work<Tile>(launch, i, work);
   const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
   const int count = launch.tiles.along_m * launch.tiles.along_n;
-  const int helpers = Tile::kShares ? launch.helpers : 0;
+  const int helpers = Tile::kTails ? launch.helpers : 0;
   const bool helps = block < helpers;
   const int index = helps ? block + i * helpers : block - helpers + i * (blocks - helpers);
-  work = Tile::kCuts ? segment_of(launch.tiles, launch.segments, launch.steps, index)
-                     : Work{.place = place_of(launch.tiles, index), .steps = launch.steps};
-  if (Tile::kShares && helpers > 0) {
+  work = Tile::kWhole ? Work{.place = place_of(launch.tiles, index), .steps = launch.steps}
+                      : segment_of(launch.tiles, launch.segments, launch.steps, index);
+  if (Tile::kTails && helpers > 0) {
     work.segment = index;
     work.first_step = helps ? launch.steps - launch.tail : 0;
     work.steps = helps ? launch.tail : launch.steps - launch.tail;
     work.is_tail = helps;
   }
-  return index < count * (Tile::kCuts ? launch.segments : 1);
+  return index < count * (Tile::kWhole ? 1 : launch.segments);
 }
 
 template <class Tile, class Fn>
@@ -198,8 +199,8 @@ __device__ __forceinline__ int first_in_half(int warpgroup) {
   return Tile::kBands == 2 ? warpgroup * kWarpgroupRows : 0;
 }
 
-/// The residual of a tile comes as stages behind its last, 64 columns of its rows each in the place
-/// of x.
+/// The residual of a tile, or of a block's share of one, comes as stages behind its last, 64 columns
+/// of its rows each in the place of x.
 template <class Tile>
 __device__ __forceinline__ int residual_stages(const GemmParams& p) {
   return is_gated(p.activation) ? Tile::kBands : 2 * Tile::kBands;

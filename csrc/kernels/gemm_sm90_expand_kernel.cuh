@@ -124,15 +124,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wait_for_dependencies();
     const Consumer me(static_cast<int>(threadIdx.x));
     Ring<Tile::kStages> ring;
-    const bool cut = Tile::kCuts && (!Tile::kWhole || launch.segments > 1);
     int turn = 0;
     for_each_work<Tile>(launch, [&](const Work& work) {
       RowFactors<Tile> factors;
-      if (cut) {
-        bring_columns<Tile>(launch, shared, work, me);
-      } else {
+      if constexpr (Tile::kWhole) {
         factors.load(launch, work.place.n, me);
         if (Tile::kFp8X) request_x_scales<Tile>(launch, shared, factors, work, turn ^= 1, me);
+      } else {
+        bring_columns<Tile>(launch, shared, work, me);
       }
       Sums<Tile> sums;
       if constexpr (Tile::kFp8X) {
@@ -146,37 +145,35 @@ __global__ void __launch_bounds__(kThreads, 1)
       // The epilogue's addresses are not kept in registers while the tensor cores work.
       const int thread = static_cast<int>(threadIdx.x);
       const Consumer here(ptx::opaque(thread));
-      if constexpr (Tile::kCuts) {
-        if (cut) {
-          if (launch.segments == 2) {
-            exchange<Tile, 2>(launch, work, sums, here);
-          } else {
-            exchange<Tile, 4>(launch, work, sums, here);
-          }
-          return store_share<Tile>(launch, shared, sums, thread);
+      if constexpr (!Tile::kWhole) {
+        if (launch.segments == 2) {
+          exchange<Tile, 2>(launch, work, sums, here);
+        } else {
+          exchange<Tile, 4>(launch, work, sums, here);
         }
-      }
-      if constexpr (Tile::kShares) {
-        if (work.is_tail) return leave_part<Tile>(launch, work.segment, sums, here);
-        if (takes_part<Tile>(launch, work)) add_part<Tile>(shared, ring, sums, here);
-      }
-      if constexpr (Tile::kFp8X) {
-        ptx::wait_copies<0>();
-        here.meet();  // the scales of x are there
-      }
-      if constexpr (Tile::kWhole) {
+        store_share<Tile>(launch, shared, ring, sums, thread);
+      } else {
+        if constexpr (Tile::kTails) {
+          if (work.is_tail) return leave_part<Tile>(launch, work.segment, sums, here);
+          if (takes_part<Tile>(launch, work)) add_part<Tile>(shared, ring, sums, here);
+        }
+        if constexpr (Tile::kFp8X) {
+          ptx::wait_copies<0>();
+          here.meet();  // the scales of x are there
+        }
+        const Ring<Tile::kStages> residual = ring;
+        if (launch.copies_residual) ring.skip(residual_stages<Tile>(launch.gemm));
         if constexpr (Way::kPlain) {
           store_plain<Tile>(launch, shared, work.place, sums, factors, here);
         } else if constexpr (Way::kKnown) {
-          store_known<Tile, Way>(launch, shared, ring, work.place, sums, factors, here);
+          store_known<Tile, Way>(launch, shared, residual, work.place, sums, factors, here);
         } else if (!Tile::kPlainApart && is_scaled_alone<Tile>(launch.gemm)) {
           store_plain<Tile>(launch, shared, work.place, sums, factors, here);
         } else if constexpr (Tile::kKnowsBeside) {
-          store_beside<Tile>(launch, shared, ring, work.place, sums, factors, here);
+          store_beside<Tile>(launch, shared, residual, work.place, sums, factors, here);
         } else {
-          store_any<Tile>(launch, shared, ring, work.place, sums, factors, here);
+          store_any<Tile>(launch, shared, residual, work.place, sums, factors, here);
         }
-        if (launch.copies_residual) ring.skip(residual_stages<Tile>(launch.gemm));
       }
     });
     if (me.thread == 0) ptx::wait_stores_read<0>();  // shared memory lives until then
@@ -215,9 +212,10 @@ void launch_tiles(const GemmParams& p, const gemm_config::Config& config, void* 
   launch.y = device::matrix_map({p.y, 2, p.M, out_cols, out_cols},
                                 is_scaled_alone<Tile>(p) ? Tile::kPlainRows : kOutRows,
                                 kOutColumns, true);
-  launch.copies_residual = config.segments == 1 && device::is_mappable(residual_of(p));
+  launch.copies_residual = device::is_mappable(residual_of(p));
   if (launch.copies_residual)
-    launch.residual = device::matrix_map(residual_of(p), Tile::kRows, kOutColumns, true);
+    launch.residual = device::matrix_map(residual_of(p), Tile::kRows / config.segments, kOutColumns,
+                                         true);
   launch.tiles = {
       .along_m = launch.x.count,
       .along_n = is_gated(p.activation) ? ceil_div(cols, Tile::kBoxCols)

@@ -74,7 +74,7 @@ constexpr int kPartEights = kEights<Tile> / kPartStages;
 /// Whether this is a head.
 template <class Tile>
 __device__ __forceinline__ bool takes_part(const Launch& launch, const Work& work) {
-  return Tile::kShares && launch.segments == 1 && !work.is_tail && work.steps < launch.steps;
+  return Tile::kTails && !work.is_tail && work.steps < launch.steps;
 }
 
 /// By the thread that then brings it.

@@ -60,10 +60,11 @@ __device__ __forceinline__ void produce_x(const Launch& launch, Shared<Tile>& sh
   };
   const auto residual = [&](const Work& work, int i, int s) {
     const int half = half_of<Tile>(i, i / 2), first = first_in_half<Tile>(i % 2);
-    ptx::mbarrier_expect(&shared.full[s], sizeof(shared.x[s]));
+    const int rows = Tile::kRows / launch.segments;  // that this block finishes
+    ptx::mbarrier_expect(&shared.full[s], rows * kRowBytes);
     ptx::copy_matrix(shared.x[s], &launch.residual, &shared.full[s],
                      weight_row<Tile>(launch, work.place.n, half) + first,
-                     work.place.m * Tile::kRows);
+                     work.place.m * Tile::kRows + (launch.segments > 1 ? work.segment * rows : 0));
   };
   for_each_stage<Tile>(launch, shared, bytes, request, part, residual);
 }

@@ -73,14 +73,19 @@ __device__ __forceinline__ void bring_columns(const Launch& launch, Shared<Tile>
 }
 
 /// The rows of x that this block of a tile's segments finishes: those whose sums exchange() made
-/// whole.
+/// whole. Their residual is in the stages from `ring` on.
 template <class Tile>
 __device__ __forceinline__ void store_share(const Launch& launch, Shared<Tile>& shared,
-                                            const Sums<Tile>& sums, int thread) {
+                                            Ring<Tile::kStages> ring, const Sums<Tile>& sums,
+                                            int thread) {
+  using T = typename Tile::T;
   const Work work = segment_of(launch.tiles, launch.segments, launch.steps,
                                ptx::opaque(static_cast<int>(blockIdx.x)));
   const int rows = Tile::kRows / launch.segments, first = work.segment * rows;
   const Consumer me(ptx::opaque(thread));
+  if (!is_gated(launch.gemm.activation)) ring.skip(me.warpgroup);
+  const auto& residual = shared.x[ring.stage];
+  if (launch.copies_residual) ptx::mbarrier_wait(&shared.full[ring.stage], ring.parity);
 #pragma unroll 1
   for (int c = first / kChunk; c * kChunk < first + rows; ++c) {
     ChunkOf<Tile> of(launch, work, c, me);
@@ -99,9 +104,15 @@ __device__ __forceinline__ void store_share(const Launch& launch, Shared<Tile>& 
     Columns columns;
     columns.take(columns_at, of.paired ? columns_at + Tile::kBoxCols : columns_at);
     Chunk& chunk = shared.chunks[of.both ? 0 : me.warpgroup];
-    finish_chunk<typename Tile::T>(
+    finish_chunk<T>(
         launch.gemm,
         [&](int row, int column) { return device::load_vec<kEach>(chunk.at(row, column)); },
+        [&](int row, int column) {
+          if (!launch.copies_residual) return residual_at<T>(launch.gemm, of.part, row, column);
+          const int m = c * kChunk + row - first;
+          return device::load_vec<kEach>(reinterpret_cast<const T*>(
+              &residual[m][(column / 8 ^ m % 8) * 16 + column % 8 * 2]));
+        },
         of.part, columns, me.thread);
   }
 }

@@ -302,6 +302,9 @@ __device__ __forceinline__ void store_split(const Launch& launch, Shared<Tile>& 
         [&](int row, int column) {
           return split.chunks[c][me.warpgroup].total(row, column, launch.segments);
         },
+        [&](int row, int column) {
+          return residual_at<typename Tile::T>(p, part, row, column);
+        },
         part, of_thread, me.thread);
   }
   ptx::cluster_arrive();
