@@ -529,6 +529,33 @@ def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -
 
 
 @pytest.mark.parametrize(
+    ("M", "N", "K", "activation", "path"),
+    [
+        (65, 3072, 768, "gelu", "cluster"),
+        (128, 4096, 1024, "silu_mul", "cluster"),
+        (128, 8192, 2048, "relu", "cluster"),
+        (128, 6144, 4096, "gelu", "cluster"),  # 110 blocks
+        (128, 5120, 5120, "gelu", "library"),  # 92
+        (96, 11008, 4096, "silu_mul", "library"),  # 99 of a larger weight
+        (96, 18176, 4544, "gelu", "library"),  # SMs have two tiles or one
+        (128, 16384, 4096, "gelu", "cluster"),
+        (128, 16384, 4096, "silu_mul", "turns"),
+        (96, 16384, 4096, "silu_mul", "cluster"),
+        (128, 28672, 4096, "gelu", "turns"),
+        (96, 28672, 4096, "gelu", "cluster"),
+        (96, 28672, 4096, "silu_mul", "library"),
+        (128, 4104, 1024, "silu_mul", "library"),  # gates that do not pair up with ups
+        (129, 3072, 768, "gelu", "library"),
+    ],
+)
+def test_activations_of_few_rows_by_size(
+    M: int, N: int, K: int, activation: str, path: str
+) -> None:
+    """Behind cuBLASLt they are another kernel."""
+    assert plan(M, N, K, hopper=True, activation=activation)["path"] == path
+
+
+@pytest.mark.parametrize(
     ("N", "K", "format", "norm", "most"),
     [
         (6144, 4096, "dense", False, 1),
@@ -574,7 +601,7 @@ def test_a_norm_goes_where_it_is_folded() -> None:
 
 def test_gated_products_of_few_rows_are_fused() -> None:
     assert plan(64, 5120, 5120, hopper=True, activation="silu_mul")["path"] == "cluster"
-    assert plan(65, 2048, 2048, hopper=True, activation="silu_mul")["path"] == "library"
+    assert plan(65, 2048, 2048, hopper=True, activation="silu_mul")["path"] == "cluster"
 
 
 @pytest.mark.parametrize(

@@ -454,3 +454,59 @@ def test_terms_of_x_take_any_value(
         finite = wanted.isfinite()
         error = (row[finite] - wanted[finite]).norm()
         assert error <= 4e-3 * wanted[finite].norm() + 1e-37
+
+
+# More than few rows of dense weights, whose tiles leave SMs idle.
+ENDS = [
+    (65, 3072, 768),
+    (72, 2048, 2048),  # two blocks a tile
+    (100, 4304, 1152),
+    (128, 2048, 8192),  # three
+    (90, 6144, 4096),  # tiles of 112 weight rows
+    (128, 4096, 4096),
+    (97, 4072, 2056),  # the last tile and the last stage are not whole
+    (128, 96, 64),
+]
+
+
+@pytest.mark.parametrize(("M", "N", "K"), ENDS)
+def test_who_ends_few_dense_tiles(M: int, N: int, K: int) -> None:
+    for activation in ("gelu", "silu") if N // 2 % 16 else ("gelu", "silu_mul"):
+        assert choice_of(M, N, K, "dense", activation=activation)["path"] == "cluster"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("residual", [False, True], ids=["plain", "residual"])
+@pytest.mark.parametrize(
+    "activation", ["gelu", "gelu_tanh", "silu", "relu", "silu_mul", "gelu_mul"]
+)
+@pytest.mark.parametrize(("M", "N", "K"), ENDS)
+def test_ends_of_few_dense_tiles(
+    M: int, N: int, K: int, activation: str, residual: bool, dtype: torch.dtype
+) -> None:
+    """Bias, activation and residual, against float64: nothing but y is rounded."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    x, weight, bias = normal(M, K), normal(N, K) * K**-0.5, normal(N)
+    wanted = x.double() @ weight.double().T + bias.double()
+    functions = {
+        "gelu": F.gelu,
+        "gelu_tanh": lambda t: F.gelu(t, approximate="tanh"),
+        "silu": F.silu,
+        "relu": F.relu,
+    }
+    if activation.endswith("_mul"):
+        gate, up = wanted.chunk(2, -1)
+        wanted = functions[activation.removesuffix("_mul")](gate) * up
+    else:
+        wanted = functions[activation](wanted)
+    added = normal(*wanted.shape) if residual else None
+    out = ops.linear(x, weight, bias, activation=activation, residual=added)
+    if added is not None:
+        wanted += added.double()
+    eps = torch.finfo(dtype).eps
+    assert (out.double() - wanted).norm() < 0.4 * eps * wanted.norm()
