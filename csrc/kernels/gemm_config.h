@@ -116,16 +116,17 @@ constexpr bool is_for_turns(const Shape& shape) {
 /// and 6.31 so; without gates 6.03.
 ///
 /// An activation is a kernel behind cuBLASLt, of 2 to 4 us. So then tiles may leave more SMs idle,
-/// as long as each has one at most: what they would have had of the weight counts. Bf16 with GELU,
-/// 72, 96 and 128 rows, before and so: 1024 x 4096 8.0, 8.1, 7.9 and 6.6, 6.9, 7.3; 2048 x 8192
-/// 14.8, 15.2, 16.0 and 12.3, 12.6, 13.7; 4096 x 6144, with 110 tiles, 19.5, 20.0, 20.7 and 18.0,
-/// 18.9, 19.9; but 5120 x 5120, with 92, 20.3, 21.2, 21.8 and 20.7, 21.3, 21.5, 6144 x 12288, with
-/// 110, 45.4, 45.0, 46.1 and 48.0, 50.2, 52.9. By turns 128 rows of 4096 x 16384 take 41.4 and so
-/// 39.7; gated 3072 x 16384 29.9 and 30.3 (results/2026-11-30_nvidia-h200_ends_of_few_tiles.csv).
+/// as long as each has one at most: what they would have had of the weight counts. H200, bf16 with
+/// GELU, alone, 72, 96 and 128 rows, before and so, us: 1024 x 4096 8.0, 8.1, 7.9 and 6.6, 6.9, 7.3;
+/// 2048 x 8192 14.8, 15.2, 16.0 and 12.3, 12.6, 13.7; 4096 x 6144, with 110 blocks, 19.5, 20.0, 20.7
+/// and 18.0, 18.9, 19.9; but 5120 x 5120, with 92, 20.3, 21.2, 21.8 and 20.7, 21.3, 21.5, and
+/// 6144 x 12288, two on some SMs, 45.4, 45.0, 46.1 and 48.0, 50.2, 52.9. By turns 128 rows of 4096 x
+/// 16384 take 41.4 and so 39.7; gated 3072 x 16384 29.9 and 30.3
+/// (results/2026-11-30_nvidia-h200_ends_of_few_tiles.csv).
 constexpr bool is_for_tall_cluster(const Shape& shape) {
   constexpr std::int32_t kMostRows = 2 * kFewRows, kLeastCols = 4096, kLeastBusy = 112;
-  constexpr std::int32_t kLeastOfLarge = 16384;    // columns
-  constexpr std::int64_t kMostIdle = 6'000'000;  // of the weight
+  constexpr std::int32_t kLeastOfLarge = 16384;  // columns
+  constexpr std::int64_t kMostIdle = 6'000'000;  // weights
   if (!shape.hopper || shape.batch_invariant || shape.format != WeightFormat::kDense ||
       shape.dtype == DType::kFloat32 || !shape.weight_aligned || shape.M <= kFewRows ||
       shape.M > kMostRows || shape.K == 0 || !can_fuse(shape))

@@ -161,6 +161,8 @@ __global__ void __launch_bounds__(kThreads, 1)
           ptx::wait_copies<0>();
           here.meet();  // the scales of x are there
         }
+        // Where the ring goes on is known here. Worked out behind the way to y, which threads take
+        // apart, it left the uniform registers.
         const Ring<Tile::kStages> residual = ring;
         if (launch.copies_residual) ring.skip(residual_stages<Tile>(launch.gemm));
         if constexpr (Way::kPlain) {
