@@ -83,7 +83,7 @@ def test_who_multiplies_a_tile(M: int, N: int, K: int, expected: str) -> None:
 @pytest.mark.parametrize(
     ("M", "N", "K", "rows", "expected"),
     [
-        (96, 4096, 4096, 128, "cluster"),  # tall tiles
+        (96, 4096, 4096, 104, "cluster"),  # tall tiles
         (250, 2048, 2048, 64, "cluster"),
         (300, 4096, 4096, 160, "segments"),
         (300, 8704, 3584, 160, "even"),
@@ -182,7 +182,7 @@ EXPANDED_FP8 = [
     (128, 4096, 14336, "segments"),
     (140, 6144, 4096, "segments"),  # tiles of 160 rows of x
     (140, 4096, 2048, "cluster"),  # of gates four segments under such tiles
-    (650, 1024, 5120, "segments"),  # of 192
+    (650, 1024, 8192, "segments"),  # of 192
     (210, 4096, 14336, "segments"),  # of 256
     (210, 4608, 2048, "tail"),  # of 128
     (140, 8704, 4096, "tail"),  # of 160

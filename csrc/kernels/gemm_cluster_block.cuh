@@ -52,6 +52,11 @@ void dispatch_rows(int rows, Fn&& fn) {
   check(found, "linear: no tiles of ", rows, " rows");
 }
 
+/// Rows of x of each of `tiles`: whole octets where there are several. Each brings its own from L2.
+inline int rows_of_tile(std::int64_t rows, std::int64_t tiles) {
+  return static_cast<int>(std::min(rows, round_up<std::int64_t>(ceil_div(rows, tiles), 8)));
+}
+
 /// Octets of rows of x whose sums TurnsEnd takes.
 template <int kTokens>
 __host__ __device__ constexpr int octets_of_turns(const ClusterParams& params) {

@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(kBlockThreads<Layout::kTokens, kGroups>,
   const int segment = blockIdx.x, segments = gridDim.x;
   // The last tile of several ends with x, and some rows are stored once more: what a copy brings
   // beyond x comes slowly.
-  const int row0 =
-      min(static_cast<int>(blockIdx.y) * kTokens, max(static_cast<int>(p.M) - kTokens, 0));
-  const int m = min(kTokens, static_cast<int>(p.M) - row0);  // rows of x
+  const int tile = params.rows_held, all = static_cast<int>(p.M);  // rows of x
+  const int row0 = min(static_cast<int>(blockIdx.y) * tile, max(all - tile, 0));
+  const int m = min(tile, all - row0);
   const int first = params.before + blockIdx.z * params.box_rows;  // column of y
   const int up_first = params.paired ? first + p.N / 2 : first;
   const auto [begin, count] = params.stages_of(segment);

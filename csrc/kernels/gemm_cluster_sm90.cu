@@ -20,7 +20,9 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   const int segments = config.segments;
   constexpr bool kFolds = kTokens == kNormTokens;
-  const int rows = kFolds ? kTokens : static_cast<int>(std::min<std::int64_t>(p.M, kTokens));
+  const int most = config.tile_rows > 0 ? std::min(config.tile_rows, kTokens) : kTokens;
+  const auto tiles_of_x = ceil_div<std::int64_t>(p.M, most);
+  const int rows = kFolds ? kTokens : rows_of_tile(p.M, tiles_of_x);
   ClusterParams params{.gemm = p};
   params.paired = is_gated(p.activation);
   params.tile_rows = config.tile_cols;
@@ -38,7 +40,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.beside = config.of_rest && config.rest.beside;
   params.lets_rest_on = !config.of_rest && config.rest.cols > 0;
   params.segments = device::Divisor::of(segments);
-  const dim3 grid(segments, ceil_div<std::int64_t>(p.M, kTokens),
+  const dim3 grid(segments, tiles_of_x,
                   ceil_div(config.of_rest ? config.rest.cols : others, params.box_rows));
   const auto tiles = static_cast<int>(grid.y * grid.z);
   // Where stages are long, blocks that have an SM each take all of its memory for their rings.
