@@ -183,7 +183,8 @@ EXPANDED_FP8 = [
     (140, 6144, 4096, "segments"),  # tiles of 160 rows of x
     (140, 4096, 2048, "cluster"),  # of gates four segments under such tiles
     (650, 1024, 8192, "segments"),  # of 192
-    (210, 4096, 14336, "segments"),  # of 256
+    (210, 4096, 14336, "segments"),  # of 224
+    (250, 4096, 14336, "segments"),  # of 256
     (210, 4608, 2048, "tail"),  # of 128
     (140, 8704, 4096, "tail"),  # of 160
     (170, 8704, 3584, "tail"),  # of 192

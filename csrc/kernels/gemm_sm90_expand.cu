@@ -54,6 +54,8 @@ void launch_segments(const GemmParams& p, const gemm_config::Config& config, voi
   };
   if constexpr (kHasAllTiles<T, kFormat>) {
     if (config.tile_rows == 256) return launch.template operator()<256>();
+    if constexpr (kFormat == WeightFormat::kFp8)
+      if (config.tile_rows == 224) return launch.template operator()<224>();
     if (config.tile_rows == 192) return launch.template operator()<192>();
     if (config.tile_rows == 160) return launch.template operator()<160>();
   }

@@ -25,7 +25,7 @@ constexpr Stages stages_of(std::int32_t steps, std::int32_t segments, std::int32
 
 /// A tile of Hopper's kernels for many rows and what it takes, in microseconds on an H200: `step`
 /// for each stage of K (128 columns of an x of 8 bits, else 64), `ends` to start and end, `add` to
-/// add up the sums of several blocks that have a segment of K each; 0: none do; `leaves` to leave a
+/// add up the sums of two blocks that have a segment of K each; 0: none do; `leaves` to leave a
 /// tail's; `evens` to leave and add those of even shares; 0: a tile is multiplied by one block. Of
 /// 270 cases of fp8 by bf16, 100 of int4, 96 of it by float16 and 118 by e4m3 (6 to 9 shapes, 80 to
 /// 1536 rows, each by all cuts) the choice is 0.1 to 0.3% from the best on average, 12% at most.
@@ -40,7 +40,7 @@ constexpr TileTime kExpandToFp8Tiles[] = {{256, 128, 0.794, 4.3, 9.0, 3.8, 7.4},
                                           {192, 128, 0.674, 2.8, 9.0, 3.8, 7.4},
                                           {128, 128, 0.511, 3.4, 6.2, 2.7, 3.8}};
 constexpr TileTime kExpandFp8Tiles[] = {{256, 128, 0.65, 2.5, 8.0, 4.6, 8.4},
-                                        {224, 128, 0.58, 2.0, 0.0, 5.4, 8.4},
+                                        {224, 128, 0.58, 2.0, 8.0, 5.4, 8.4},
                                         {192, 128, 0.477, 4.3, 6.0, 5.4, 8.4},
                                         {160, 128, 0.478, 1.8, 6.5, 5.0, 8.4},
                                         {128, 256, 0.90, 2.0},
@@ -109,7 +109,7 @@ constexpr double cut_for_fp8(const Shape& shape, Config& config) {
 /// take the last stages of two or three; or all multiply as many stages. They wait for each other,
 /// so each has an SM: on a GPU of fewer there are fewer of them. Returns that time.
 constexpr double cut_for_expand(const Shape& shape, Config& config) {
-  constexpr double kTailAdds = 1.5, kLeastGain = 1.01;
+  constexpr double kTailAdds = 1.5, kLeastGain = 1.01, kMoreOfFour = 1.1;
   // Gates for ups, of two warpgroups: on a way to y that is known, and on any.
   constexpr double kTradesKnown = 0.5, kTrades = 2.0, kTradesBetween = 4.0;
   const bool to_fp8 = config.path == Path::kExpandToFp8;
@@ -147,7 +147,9 @@ constexpr double cut_for_expand(const Shape& shape, Config& config) {
     if (tile.evens == 0.0 || (tile.rows == 256 && !full)) return;
     for (const std::int32_t segments : {2, 4})
       if (tiles * segments <= at_once && segments <= steps && tile.add > 0.0)
-        consider(tile, tile.step * ceil_div(steps, segments) + ends + tile.add,
+        consider(tile,
+                 tile.step * ceil_div(steps, segments) + ends +
+                     (segments == 4 ? kMoreOfFour : 1.0) * tile.add,
                  {.segments = segments});
     for (const std::int32_t tails : {2, 3}) {
       if (tails == 2 && to_fp8) continue;  // was not measured
