@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+import ridgeline
 from gemm_choice import choice_of
+from op_table.gemm import activate
 from op_table.grouped import mxfp4_of
 from ridgeline import ops
 
@@ -380,6 +382,60 @@ def test_the_library_multiplies_many_rows_whichever_tile_is_taken(N: int, added:
     assert (error <= 2**-8 * exact.abs() + 1e-3 * K**0.5).all()
 
 
+# M, N, K of products whose activation cuBLASLt adds.
+ENDED_BY_LIBRARY = [
+    (300, 5120, 1536),
+    (600, 4104, 4096),
+    (300, 5001, 1536),  # rows of y that are not aligned
+    (257, 515, 333),  # nor those of x and the weight
+]
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
+@pytest.mark.parametrize(("M", "N", "K"), ENDED_BY_LIBRARY)
+def test_the_library_is_left_what_it_ends(M: int, N: int, K: int, activation: str) -> None:
+    aligned = N // 8 * 8
+    chosen = plan(M, aligned, K // 8 * 8, hopper=True, activation=activation)
+    assert chosen["path"] == "library"
+    without = plan(512, 6144, 4096, hopper=True, activation=activation, library=False)
+    assert without["path"] != "library"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
+@pytest.mark.parametrize(("M", "N", "K"), ENDED_BY_LIBRARY)
+def test_the_library_ends_products(
+    M: int, N: int, K: int, activation: str, dtype: torch.dtype, bias: bool
+) -> None:
+    """In one kernel, with one rounding; what is not finite stays where it is, behind relu too. Not
+    where its kernels are slow, GELU of what is not aligned, or lose NaN, relu of float16."""
+    aligned = N % 8 == K % 8 == 0
+    generator = torch.Generator("cuda").manual_seed(M)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+
+    x, weight = normal(M, K), normal(N, K) * K**-0.5
+    x[3, 1], x[5, 2], x[7, 0] = math.nan, math.inf, -math.inf
+    added = normal(N) if bias else None
+    found = ridgeline.explain("linear", x, weight, added, activation=activation)
+    alone = aligned if activation == "gelu_tanh" else dtype == torch.bfloat16
+    assert any("finish_kernel" in kernel.name for kernel in found.kernels) != alone
+    out = ops.linear(x, weight, added, activation=activation)
+    exact = x.double() @ weight.double().T
+    if added is not None:
+        exact += added.double()
+    exact = activate(exact, activation)
+    assert torch.equal(out.isnan(), exact.isnan()) and out[3].isnan().all()
+    assert torch.equal(out.isinf(), exact.isinf())
+    finite = [m for m in range(M) if m not in (3, 5, 7)]
+    rounding = (exact[finite].to(dtype).double() - exact[finite]).norm()
+    once = 1.05 if aligned and alone else 2.0  # cuBLASLt may cut K and add rounded sums
+    assert (out[finite].double() - exact[finite]).norm() <= once * rounding
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_float32_rows_have_the_same_bits_in_every_batch(device: str) -> None:
     generator = torch.Generator().manual_seed(7)
@@ -546,6 +602,12 @@ def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -
         (96, 28672, 4096, "silu_mul", "library"),
         (128, 4104, 1024, "silu_mul", "library"),  # gates that do not pair up with ups
         (129, 3072, 768, "gelu", "library"),
+        (192, 3072, 1024, "gelu_tanh", "library"),
+        (128, 4096, 1024, "gelu_tanh", "library"),
+        (128, 8192, 2048, "gelu_tanh", "cluster"),
+        (1024, 8192, 4096, "gelu_tanh", "library"),
+        (1024, 8192, 4088, "gelu_tanh", "turns"),
+        (1024, 8192, 4096, "gelu", "turns"),
     ],
 )
 def test_activations_of_few_rows_by_size(

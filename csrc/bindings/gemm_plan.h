@@ -20,6 +20,7 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
   check(int4 || known || int8 || format == "dense", "format: expected 'dense', 'int4', ",
         "'int4_fp8', 'int8', 'fp8', 'fp8_blocks' or 'fp8_fp8', got '", format, "'");
   const DType type = named_dtype(dtype, "dtype");
+  const Activation ends = activation_of(activation);
   check(M >= 0, "M: expected 0 or more, got ", M);
   check(sms > 0, "sms: expected 1 or more, got ", sms);
   const gemm_config::Shape shape{.M = M,
@@ -30,7 +31,7 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                            : fp8  ? WeightFormat::kFp8
                                            : int8 ? WeightFormat::kInt8
                                                   : WeightFormat::kDense,
-                                 .activation = activation_of(activation),
+                                 .activation = ends,
                                  .group = kScaleBlock,
                                  .sm90a = hopper,
                                  .has_residual = residual,
@@ -43,6 +44,8 @@ inline std::string gemm_plan(std::int64_t M, std::int64_t N, std::int64_t K,
                                              !format.ends_with("_fp8") && !int8,
                                  .scales_products = (fp8 && format != "fp8_blocks") || int8,
                                  .library = library,
+                                 .library_finishes =
+                                     gemm_config::library_knows(ends, residual, type),
                                  .batch_invariant = batch_invariant,
                                  .chained = weights_ready,
                                  .normalizes = norm,

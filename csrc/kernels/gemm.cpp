@@ -24,6 +24,7 @@ constexpr std::size_t kAlignment = 256;
 struct Plan {
   Config config;
   bool prepares = false;  // a kernel ahead makes x what the product's takes
+  bool finishes = false;  // cuBLASLt, which multiplies, gives y itself
   std::int64_t prepared_cols = 0;
   std::size_t prepared = 0, terms = 0, units = 0, partials = 0, product = 0, library = 0, total = 0;
 };
@@ -40,11 +41,6 @@ bool library_takes(const GemmParams& p) {
   return p.K > 0 && rows_are_apart(p.N, p.weight.stride_row, p.K) &&
          (!p.residual || rows_are_apart(p.M, p.stride_residual, p.out_cols())) &&
          gemm_detail::library_available();
-}
-
-/// cuBLASLt adds bias and residual itself; an activation is a kernel after it.
-bool library_finishes(const GemmParams& p) {
-  return p.activation == Activation::kNone;
 }
 
 Plan plan_of(const GemmParams& p) {
@@ -71,6 +67,7 @@ Plan plan_of(const GemmParams& p) {
                     .bfloat_x = p.dtype == DType::kBFloat16 && p.x.dtype == p.dtype,
                     .scales_products = p.weight.scales_products(),
                     .library = library_takes(p),
+                    .library_finishes = library_finishes(p),
                     .batch_invariant = p.batch_invariant,
                     .chained = p.weights_ready,
                     .normalizes = has_norm_to_fold(p),
@@ -95,7 +92,8 @@ Plan plan_of(const GemmParams& p) {
   plan.partials =
       take(calls && is_gated(p.activation) ? p.M * p.N * sizeof(float)
                                            : gemm_config::partial_bytes(shape, plan.config));
-  plan.product = take(calls && !library_finishes(p) ? p.M * p.N * size_of(p.dtype) : 0);
+  plan.finishes = calls && shape.library_finishes;
+  plan.product = take(calls && !plan.finishes ? p.M * p.N * size_of(p.dtype) : 0);
   plan.library = take(calls ? gemm_detail::kLibraryWorkspace : 0);
   return plan;
 }
@@ -129,9 +127,10 @@ void prepare(const GemmParams& p, void* prepared, std::int64_t stride, bool at_s
 
 /// False if cuBLASLt has no algorithm.
 bool multiply_by_library(const GemmParams& p, const Plan& plan, char* workspace, Stream stream) {
-  void* product = library_finishes(p) ? p.y : workspace + plan.product;
-  if (!gemm_detail::launch_library(p, product, workspace + plan.library, stream)) return false;
-  if (library_finishes(p)) return true;
+  void* product = plan.finishes ? p.y : workspace + plan.product;
+  if (!gemm_detail::launch_library(p, plan.finishes, product, workspace + plan.library, stream))
+    return false;
+  if (plan.finishes) return true;
   GemmParams rest = p;
   rest.bias = nullptr;  // in the product already
   gemm_detail::launch_finish(rest, product, 0, stream);

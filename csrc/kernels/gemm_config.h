@@ -74,6 +74,11 @@ constexpr bool is_for_few(std::int64_t rows, std::int32_t segments) {
   return rows <= (segments > 1 ? 4 : 2) * kFewRows;
 }
 
+/// Whether a kernel of its own would stand behind cuBLASLt, if there is one.
+constexpr bool has_kernel_behind(const Shape& shape) {
+  return !shape.library || !shape.library_finishes;
+}
+
 /// Where a kernel with the activation in it beats cuBLASLt and one behind it: where tiles of 128 x
 /// 128 keep four of five SMs busy, to the last wave and with rows that there are. H200, bf16: 56
 /// such products of 128 to 8192 rows took 0.79 to 1.01 of its time, the median 0.88. Not GELU of
@@ -84,18 +89,21 @@ constexpr bool is_for_few(std::int64_t rows, std::int32_t segments) {
 /// 0.98 to 1.05 of cuBLASLt's time without one, itself 1.01 to 1.07, but 512 x 4096 x 4096 1.067
 /// and 1.057. Nor gated ones of many rows, though alone they take less (4096 x 28672 x 4096 1457 us
 /// for 1577): in the engine, by turns, 64 prompts of 512 tokens of 8B shapes took 716 ms without
-/// and 763 with it, one of 4096 95 and 100.
+/// and 763 with it, one of 4096 95 and 100. Nor GELU by tanh of much K, which cuBLASLt gives itself:
+/// 1024 to 4096 rows of 4096 x 4096, 8192 x 2048, 5120 x 5120, 8192 x 28672 0.90 to 1.01 of this
+/// one's time, 4096 x 16384 1.02, but 2048 x 8192 1.04 and 1536 x 6144 1.04 to 1.08.
 constexpr bool is_for_turns(const Shape& shape) {
   using enum Activation;
-  constexpr std::int64_t kSide = 128, kLeastRows = 97, kMostGatedRows = 512;
+  constexpr std::int64_t kSide = 128, kLeastRows = 97, kMostGatedRows = 512, kMuchK = 4096;
   const bool adds = shape.activation == kNone && shape.has_residual && !shape.batch_invariant;
   const bool activates =
       shape.activation == kGelu || shape.activation == kGeluTanh || shape.activation == kSiluMul;
-  if (!(adds || (activates && !shape.has_residual)) || !shape.hopper || !shape.sm90a ||
-      shape.format != WeightFormat::kDense || shape.dtype == DType::kFloat32 ||
+  const bool by_library =
+      shape.activation == kGeluTanh && shape.K >= kMuchK && !has_kernel_behind(shape);
+  if (!(adds || (activates && !shape.has_residual)) || by_library || !shape.hopper ||
+      !shape.sm90a || shape.format != WeightFormat::kDense || shape.dtype == DType::kFloat32 ||
       shape.M < kLeastRows || (is_gated(shape.activation) && shape.M > kMostGatedRows) ||
-      shape.K == 0 || !shape.weight_aligned || !shape.whole_vectors ||
-      shape.N % kStripRows != 0)
+      shape.K == 0 || !shape.weight_aligned || !shape.whole_vectors || shape.N % kStripRows != 0)
     return false;
   const std::int64_t along_n = ceil_div<std::int64_t>(shape.N, kSide);
   const std::int64_t waves =
@@ -122,10 +130,12 @@ constexpr bool is_for_turns(const Shape& shape) {
 /// and 18.0, 18.9, 19.9; but 5120 x 5120, with 92, 20.3, 21.2, 21.8 and 20.7, 21.3, 21.5, and
 /// 6144 x 12288, two on some SMs, 45.4, 45.0, 46.1 and 48.0, 50.2, 52.9. By turns 128 rows of 4096 x
 /// 16384 take 41.4 and so 39.7; gated 3072 x 16384 29.9 and 30.3
-/// (results/2026-11-30_nvidia-h200_ends_of_few_tiles.csv).
+/// (results/2026-11-30_nvidia-h200_ends_of_few_tiles.csv). Where cuBLASLt has the activation this is
+/// for more K alone: GELU by tanh, 96 and 128 rows, cuBLASLt and so: 1024 x 4096 6.2, 6.3 and 6.9,
+/// 7.6; 2048 x 8192 13.7, 14.4 and 13.4, 14.2; 4096 x 4096 16.5, 15.6 and 14.4, 14.7.
 constexpr bool is_for_tall_cluster(const Shape& shape) {
-  constexpr std::int32_t kMostRows = 2 * kFewRows, kLeastCols = 4096, kLeastBusy = 112;
-  constexpr std::int32_t kLeastOfLarge = 16384;  // columns
+  constexpr std::int32_t kMostRows = kTallRows, kLeastCols = 4096, kLeastBusy = 112;
+  constexpr std::int32_t kLeastOfLarge = 16384, kLeastOfKnown = 2048;  // columns
   constexpr std::int64_t kMostIdle = 6'000'000;  // weights
   if (!shape.hopper || shape.batch_invariant || shape.format != WeightFormat::kDense ||
       shape.dtype == DType::kFloat32 || !shape.weight_aligned || shape.M <= kFewRows ||
@@ -137,7 +147,8 @@ constexpr bool is_for_tall_cluster(const Shape& shape) {
   const std::int32_t on_sm = blocks_per_sm(tiles, config.segments, config.tile_cols);
   const std::int32_t blocks = tiles * config.segments;
   const bool large = config.tile_cols > kGroupRows && config.segments > 1;
-  if (shape.activation != Activation::kNone && !(gated && turns) && on_sm == 1 &&
+  const bool gains = has_kernel_behind(shape) || shape.K >= kLeastOfKnown;
+  if (shape.activation != Activation::kNone && gains && !(gated && turns) && on_sm == 1 &&
       (kBlocksWanted - blocks) * (std::int64_t{shape.N} * shape.K / kBlocksWanted) < kMostIdle)
     return true;
   return !gated && !turns && shape.K >= kLeastCols && on_sm <= 2 &&

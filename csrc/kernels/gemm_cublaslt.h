@@ -16,7 +16,12 @@ enum DataType : int { kReal32F = 0, kReal16F = 2, kReal16BF = 14 };
 enum ComputeType : int { kCompute32F = 68 };
 enum Operation : std::int32_t { kOpN = 0, kOpT = 1 };
 enum DescAttribute : int { kTransA = 3, kTransB = 4, kEpilogue = 7, kBiasPointer = 8 };
-enum Epilogue : std::uint32_t { kEpilogueDefault = 1, kEpilogueBias = 4 };
+enum Epilogue : std::uint32_t {
+  kEpilogueDefault = 1,
+  kEpilogueRelu = 2,   // of what is there ...
+  kEpilogueBias = 4,   // ... of these, ...
+  kEpilogueGelu = 32,  // ... by tanh
+};
 enum PreferenceAttribute : int {
   kMaxWorkspaceBytes = 1,
   kMinAlignmentA = 5,

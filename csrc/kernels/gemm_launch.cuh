@@ -68,8 +68,9 @@ bool library_available();
 
 constexpr std::size_t kLibraryWorkspace = 32 << 20;  // what cuBLAS itself takes on Hopper
 
-/// product = x W^T + bias (+ residual where no activation stands between), by cuBLASLt. False if it
-/// has no algorithm for the case; then nothing was enqueued.
-bool launch_library(const GemmParams& params, void* product, void* workspace, Stream stream);
+/// product = x W^T + bias by cuBLASLt, and what else makes y of it if it `finishes`. False if it has
+/// no algorithm for the case; then nothing was enqueued.
+bool launch_library(const GemmParams& params, bool finishes, void* product, void* workspace,
+                    Stream stream);
 
 }  // namespace ridgeline::gemm_detail

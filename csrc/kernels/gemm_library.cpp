@@ -93,10 +93,18 @@ constexpr bool is_narrow(std::uint32_t tile) {
          tile == kTile320x64 || tile == kTile448x64;
 }
 
+/// Flags, of which none at all is `kEpilogueDefault`.
+std::uint32_t epilogue_of(const GemmParams& p, bool finishes) {
+  std::uint32_t flags = p.bias ? kEpilogueBias : 0;
+  if (finishes && p.activation == Activation::kRelu) flags |= kEpilogueRelu;
+  if (finishes && p.activation == Activation::kGeluTanh) flags |= kEpilogueGelu;
+  return flags == 0 ? kEpilogueDefault : flags;
+}
+
 /// One call's descriptors, destroyed with it. Row-major y = x W^T is column-major y^T = W x^T.
 class Problem {
  public:
-  Problem(const GemmParams& p, bool adds_residual)
+  Problem(const GemmParams& p, std::uint32_t epilogue, bool adds_residual)
       : is_half(p.dtype != DType::kFloat32),
         has_short_k(p.K <= kShortK && is_half && !adds_residual),
         has_many_rows(p.M >= kManyRows && p.K > kShortK && p.K <= kMediumK && is_half &&
@@ -111,7 +119,7 @@ class Problem {
                   "cublasLtMatmulDescCreate");
     set(kTransA, kOpT);
     set(kTransB, kOpN);
-    set(kEpilogue, p.bias ? kEpilogueBias : kEpilogueDefault);
+    set(kEpilogue, epilogue);
     if (p.bias) set(kBiasPointer, p.bias);
     create(weight, type, p.K, p.N, p.weight.stride_row);
     create(x, type, p.K, p.M, p.M > 1 ? p.x.stride_row : p.K);
@@ -148,7 +156,7 @@ class Problem {
 };
 
 /// What an algorithm was chosen for: device, shape, strides, the alignment of the addresses.
-using Key = std::array<std::int64_t, 13>;
+using Key = std::array<std::int64_t, 14>;
 
 /// The largest power of two up to 256 that divides the address.
 std::int64_t alignment_of(const void* address) {
@@ -263,12 +271,14 @@ bool library_available() {
   return api().has_value();
 }
 
-bool launch_library(const GemmParams& p, void* product, void* workspace, Stream stream) {
-  const bool adds_residual = p.residual != nullptr && p.activation == Activation::kNone;
+bool launch_library(const GemmParams& p, bool finishes, void* product, void* workspace,
+                    Stream stream) {
+  const bool adds_residual = finishes && p.residual != nullptr;
+  const std::uint32_t epilogue = epilogue_of(p, finishes);
   const void* residual = adds_residual ? p.residual : product;
   int device = 0;
   device::cuda_check(cudaGetDevice(&device), "cudaGetDevice");
-  const Problem problem(p, adds_residual);
+  const Problem problem(p, epilogue, adds_residual);
   const Key key{device,
                 static_cast<std::int64_t>(p.dtype),
                 p.M,
@@ -281,7 +291,8 @@ bool launch_library(const GemmParams& p, void* product, void* workspace, Stream 
                 alignment_of(p.weight.data),
                 alignment_of(p.x.data),
                 alignment_of(residual),
-                alignment_of(product)};
+                alignment_of(product),
+                epilogue};
   const Handle handle = library().handle(device);
   const std::optional<Algo> algo = library().algo(handle, problem, key);
   if (!algo) return false;

@@ -80,7 +80,8 @@ struct Shape {
   bool codes_x;         // x is of e4m3, as the cluster kernel can take it; ...
   bool bfloat_x;        // ... or of bfloat16, as y is
   bool scales_products;  // a row of the weight, or all, have one scale
-  bool library;         // cuBLASLt can be opened
+  bool library;         // cuBLASLt can be opened ...
+  bool library_finishes;  // ... and gives y: no kernel stands behind it
   bool batch_invariant;
   bool chained;     // kernels follow each other, and this one requests its weights meanwhile
   bool normalizes;  // x has a norm, which some of the kernels can fold
@@ -89,6 +90,16 @@ struct Shape {
   bool gates_alone = false;  // silu_mul to bfloat16 of fp8 rows with a scale each, and nothing else
   std::int32_t sms = kBlocksWanted;  // of the GPU
 };
+
+/// Whether cuBLASLt knows how y ends: it adds bias and residual, or without one has an activation, of
+/// bfloat16 two; its relu of float16 makes zeros of NaN in some of its kernels.
+constexpr bool library_knows(Activation activation, bool has_residual, DType dtype) {
+  if (activation == Activation::kNone) return true;
+  if (has_residual) return false;
+  return activation == Activation::kGeluTanh ? dtype != DType::kFloat32
+                                             : activation == Activation::kRelu &&
+                                                   dtype == DType::kBFloat16;
+}
 
 /// Shared memory that a block which has strips of the weight keeps bias and residual in, at most.
 constexpr std::int64_t operand_bytes(const Shape& shape) {
