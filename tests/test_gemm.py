@@ -601,7 +601,15 @@ def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -
         (96, 28672, 4096, "gelu", "cluster"),
         (96, 28672, 4096, "silu_mul", "library"),
         (128, 4104, 1024, "silu_mul", "library"),  # gates that do not pair up with ups
-        (129, 3072, 768, "gelu", "library"),
+        (129, 3072, 768, "gelu", "cluster"),
+        (448, 2048, 2048, "gelu", "cluster"),
+        (449, 2048, 2048, "gelu", "library"),
+        (320, 4096, 4096, "gelu", "library"),  # three tiles of x, 192 blocks
+        (224, 4096, 8192, "silu_mul", "cluster"),
+        (225, 4096, 8192, "gelu", "library"),
+        (192, 4096, 14336, "gelu", "library"),
+        (192, 4096, 4096, "relu", "cluster"),
+        (225, 4096, 4096, "relu", "library"),  # which cuBLASLt ends itself
         (192, 3072, 1024, "gelu_tanh", "library"),
         (128, 4096, 1024, "gelu_tanh", "library"),
         (128, 8192, 2048, "gelu_tanh", "cluster"),
@@ -615,6 +623,28 @@ def test_activations_of_few_rows_by_size(
 ) -> None:
     """Behind cuBLASLt they are another kernel."""
     assert plan(M, N, K, hopper=True, activation=activation)["path"] == path
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "path"),
+    [
+        (152, 4096, 4096, "library"),
+        (153, 4096, 4096, "cluster"),
+        (224, 4096, 8192, "cluster"),
+        (225, 4096, 4096, "library"),
+        (192, 4096, 4032, "library"),
+        (192, 3520, 4096, "library"),  # 110 blocks
+        (192, 4288, 4096, "library"),  # 134
+        (192, 2048, 8192, "library"),  # K in two segments
+        (200, 2048, 8192, "cluster"),
+        (129, 1216, 4096, "cluster"),  # in three
+        (224, 960, 3072, "cluster"),  # in four
+        (225, 960, 3072, "library"),
+    ],
+)
+def test_plain_products_by_tiles_of_x(M: int, N: int, K: int, path: str) -> None:
+    assert plan(M, N, K, hopper=True)["path"] == path
+    assert plan(M, N, K, hopper=True, residual=True)["path"] in (path, "turns")
 
 
 @pytest.mark.parametrize(

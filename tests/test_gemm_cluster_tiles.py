@@ -456,7 +456,7 @@ def test_terms_of_x_take_any_value(
         assert error <= 4e-3 * wanted[finite].norm() + 1e-37
 
 
-# More than few rows of dense weights, whose tiles leave SMs idle.
+# More than few rows of dense weights, whose tiles are few.
 ENDS = [
     (65, 3072, 768),
     (72, 2048, 2048),  # two blocks a tile
@@ -466,6 +466,11 @@ ENDS = [
     (128, 4096, 4096),
     (97, 4072, 2056),  # the last tile and the last stage are not whole
     (128, 96, 64),
+    (129, 3072, 768),  # two tiles of x, of 72 rows
+    (200, 1024, 4096),  # three blocks a tile
+    (224, 4072, 2056),
+    (320, 2048, 2048),  # three tiles of x
+    (443, 768, 1096),  # four, two blocks each
 ]
 
 

@@ -214,6 +214,24 @@ constexpr bool is_for_short_tiles(const Shape& shape, std::int32_t blocks) {
          !is_gated(shape.activation) && tiles <= kClusters[0] && tiles >= kFewest;
 }
 
+/// Dense, more than few rows of x: the smallest tiles of the weight, and as many segments of K as
+/// leave each block an SM, for the less of x a block brings the sooner it is done. Returns how many
+/// tiles, of x too, or 0 where there is none. H200, bf16, us, 192 rows, by 64 weight rows, by
+/// 128 in two segments: 4096 x 4096 16.9, 18.2; 7168 x 4096 25.5, 27.9.
+constexpr std::int32_t cut_for_tall_tiles(const Shape& shape, Config& config) {
+  constexpr std::int32_t kColumns = 640, kMost = 4;
+  const bool gated = is_gated(shape.activation);
+  const std::int64_t tiles = ceil_div<std::int64_t>(shape.M, kTallRows) *
+                             ceil_div(gated ? shape.N / 2 : shape.N, gated ? kGroupRows / 2 : kGroupRows);
+  for (std::int32_t segments = kMost; segments > 0; --segments) {
+    if (tiles > kClusters[segments - 1] || (segments > 1 && segments * kColumns > shape.K)) continue;
+    config.tile_cols = kGroupRows;
+    config.segments = segments;
+    return static_cast<std::int32_t>(tiles);
+  }
+  return 0;
+}
+
 /// Tile and segments of K of the cluster kernel. Clusters of up to six blocks, since of seven 32 do
 /// not always run at once, and 640 columns a block at least. Where a weight is expanded a tile of
 /// fewer rows than its warpgroups have spares nothing; else some rows decide whether the last tiles
@@ -227,6 +245,10 @@ constexpr std::int32_t cut_for_cluster(const Shape& shape, Config& config) {
   const bool gated = is_gated(shape.activation), timed = has_cluster_time(shape);
   const bool int4 = shape.format == WeightFormat::kInt4;
   const bool expanded = int4 || expands_fp8(shape);
+  if (shape.format == WeightFormat::kDense && shape.M > kFewRows && !shape.batch_invariant) {
+    const std::int32_t tiles = cut_for_tall_tiles(shape, config);
+    if (shape.M > kTallRows || (tiles > 0 && config.segments > 2)) return tiles;
+  }
   double best = 0.0;
   std::int32_t chosen = 0;
   const auto consider = [&](std::int32_t rows) {

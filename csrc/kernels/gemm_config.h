@@ -111,6 +111,32 @@ constexpr bool is_for_turns(const Shape& shape) {
   return 5 * std::max(shape.M, kSide) * along_n >= 4 * kSide * kBlocksWanted * waves;
 }
 
+/// Rows of 16 bits that two to four tiles of the cluster kernel hold, where each block has an SM. H200,
+/// bf16, alone, 160, 192 and 224 rows, cuBLASLt and so, us: 4096 x 4096 19.6, 17.5, 20.4 and 15.9,
+/// 16.9, 17.5; 7168 x 4096 26.0, 28.5, 32.4 and 24.7, 25.5, 26.8; 8192 x 2048, in two segments, 17.0,
+/// 23.2, 24.8 and 18.9, 20.6, 20.9; 4096 x 1024, in three, 9.4, 9.4, 9.7 and 8.2, 8.5, 9.2. But 136
+/// and 256 rows of 4096 x 4096 14.9, 17.8 and 15.6, 18.5; and of less K, or with more SMs idle,
+/// cuBLASLt is faster: 3072 x 3072 11.0, 10.8, 13.1 and 11.4, 11.7, 12.0. Beside GELU, a kernel behind
+/// cuBLASLt, 114 products of 19 shapes take 0.87 of its time (0.72 to 1.05), beside gates 0.89: 4096 x
+/// 4096 22.3, 20.9, 23.5 and 17.1, 17.6, 18.9; 1024 x 4096 8.4, 8.8, 9.3 and 7.4, 7.6, 8.1; but 256
+/// rows of 7168 x 2048 18.9 and 20.8 (results/2026-12-01_nvidia-h200_tiles_of_x.csv). What cuBLASLt
+/// ends itself, GELU by tanh, 192 rows: 4096 x 4096 18.4 and 17.7, 8192 x 2048 24.1 and 21.2, but
+/// 1024 x 4096 7.0 and 7.8.
+constexpr bool is_for_tall_tiles(const Shape& shape) {
+  constexpr std::int32_t kLeast[] = {153, 200, 0, 0};  // rows of a plain one, by segments
+  constexpr std::int32_t kMost = 224, kMostOfFewCols = 448;
+  constexpr std::int32_t kFewCols = 4096, kMostCols = 8192, kLeastBusy = 112;
+  Config config{};
+  const std::int32_t tiles = cut_for_cluster(shape, config);
+  if (tiles == 0 || shape.K > kMostCols) return false;
+  if (has_kernel_behind(shape))
+    return shape.M <= (shape.K <= kFewCols ? kMostOfFewCols : kMost);
+  if (shape.activation != Activation::kNone && shape.K >= kFewCols) return shape.M <= kMost;
+  const bool busy = shape.K >= kFewCols && tiles * config.segments >= kLeastBusy;
+  return shape.M >= kLeast[config.segments - 1] && shape.M <= kMost &&
+         (config.segments > 2 || busy);
+}
+
 /// Rows of 16 bits, more than few, that one tile of the cluster kernel holds, where its blocks
 /// leave few SMs idle. H200, bf16, chained, 72 and 128 rows, cuBLASLt and so, us: 4096 x 4096 12.2,
 /// 11.4 and 14.0, 12.7; 8192 x 4096 23.7, 19.3 and 25.9, 21.2; 14336 x 4096 35.9, 31.1 and 37.1,
@@ -133,14 +159,19 @@ constexpr bool is_for_turns(const Shape& shape) {
 /// (results/2026-11-30_nvidia-h200_ends_of_few_tiles.csv). Where cuBLASLt has the activation this is
 /// for more K alone: GELU by tanh, 96 and 128 rows, cuBLASLt and so: 1024 x 4096 6.2, 6.3 and 6.9,
 /// 7.6; 2048 x 8192 13.7, 14.4 and 13.4, 14.2; 4096 x 4096 16.5, 15.6 and 14.4, 14.7.
+///
+/// Tiles of 64 weight rows whose K is cut in three or four are fast where they are few, too: 15 shapes
+/// of up to 2048 weight rows, plain, 72 to 128 rows, 0.77 to 1.03 of cuBLASLt's time, but 128 rows of
+/// 14336 x 1024 1.12 (results/2026-12-01_nvidia-h200_tiles_of_x.csv).
 constexpr bool is_for_tall_cluster(const Shape& shape) {
   constexpr std::int32_t kMostRows = kTallRows, kLeastCols = 4096, kLeastBusy = 112;
-  constexpr std::int32_t kLeastOfLarge = 16384, kLeastOfKnown = 2048;  // columns
+  constexpr std::int32_t kLeastOfLarge = 16384, kLeastOfKnown = 2048, kMostCols = 8192;
   constexpr std::int64_t kMostIdle = 6'000'000;  // weights
   if (!shape.hopper || shape.batch_invariant || shape.format != WeightFormat::kDense ||
       shape.dtype == DType::kFloat32 || !shape.weight_aligned || shape.M <= kFewRows ||
-      shape.M > kMostRows || shape.K == 0 || !can_fuse(shape))
+      shape.K == 0 || !can_fuse(shape))
     return false;
+  if (shape.M > kMostRows) return is_for_tall_tiles(shape);
   const bool gated = is_gated(shape.activation), turns = is_for_turns(shape);
   Config config{};
   const std::int32_t tiles = cut_for_cluster(shape, config);
@@ -151,8 +182,9 @@ constexpr bool is_for_tall_cluster(const Shape& shape) {
   if (shape.activation != Activation::kNone && gains && !(gated && turns) && on_sm == 1 &&
       (kBlocksWanted - blocks) * (std::int64_t{shape.N} * shape.K / kBlocksWanted) < kMostIdle)
     return true;
-  return !gated && !turns && shape.K >= kLeastCols && on_sm <= 2 &&
-         blocks >= on_sm * kLeastBusy && (!large || shape.K >= kLeastOfLarge);
+  if (gated || turns || shape.K < kLeastCols || on_sm > 2) return false;
+  if (large) return blocks >= on_sm * kLeastBusy && shape.K >= kLeastOfLarge;
+  return (config.segments > 2 && shape.K <= kMostCols) || blocks >= on_sm * kLeastBusy;
 }
 
 /// Whether row tiles of the kernel of two warpgroups by turns are full enough for it to be faster
