@@ -216,15 +216,17 @@ constexpr bool is_for_short_tiles(const Shape& shape, std::int32_t blocks) {
 
 /// Dense, more than few rows of x: the smallest tiles of the weight, and as many segments of K as
 /// leave each block an SM, for the less of x a block brings the sooner it is done. Returns how many
-/// tiles, of x too, or 0 where there is none. H200, bf16, us, 192 rows, by 64 weight rows, by
-/// 128 in two segments: 4096 x 4096 16.9, 18.2; 7168 x 4096 25.5, 27.9.
+/// tiles, of x too, or 0 where there is none. H200, bf16, us, 192 rows, by 64 weight rows, by 128
+/// in two segments: 4096 x 4096 16.9, 18.2; 7168 x 4096 25.5, 27.9.
 constexpr std::int32_t cut_for_tall_tiles(const Shape& shape, Config& config) {
   constexpr std::int32_t kColumns = 640, kMost = 4;
   const bool gated = is_gated(shape.activation);
-  const std::int64_t tiles = ceil_div<std::int64_t>(shape.M, kTallRows) *
-                             ceil_div(gated ? shape.N / 2 : shape.N, gated ? kGroupRows / 2 : kGroupRows);
+  const std::int32_t along_n =
+      gated ? ceil_div(shape.N / 2, kGroupRows / 2) : ceil_div(shape.N, kGroupRows);
+  const std::int64_t tiles = ceil_div<std::int64_t>(shape.M, kTallRows) * along_n;
   for (std::int32_t segments = kMost; segments > 0; --segments) {
-    if (tiles > kClusters[segments - 1] || (segments > 1 && segments * kColumns > shape.K)) continue;
+    if (segments > 1 && segments * kColumns > shape.K) continue;
+    if (tiles > kClusters[segments - 1]) continue;
     config.tile_cols = kGroupRows;
     config.segments = segments;
     return static_cast<std::int32_t>(tiles);

@@ -87,9 +87,9 @@ inline bool rows_are_apart(std::int64_t rows, std::int64_t stride, std::int64_t 
   return rows <= 1 || stride >= cols;
 }
 
-/// Whether cuBLASLt gives y itself. It has GELU in fast kernels for aligned vectors alone: H200, bf16,
-/// 1300 x 5008 x 1520 (M x N x K) us, of 1521 columns, relu and GELU 215 and 696; with a bias that is
-/// not aligned 228 and 699.
+/// Whether cuBLASLt gives y itself. It has GELU in fast kernels for aligned vectors alone: H200,
+/// bf16, 1300 x 5008 x 1520 (M x N x K) us, of 1521 columns, relu and GELU 215 and 696; with a bias
+/// that is not aligned 228 and 699.
 inline bool library_finishes(const GemmParams& p) {
   const bool aligned = has_whole_vectors(p) && weight_aligned(p) && is_aligned(p.bias, 0) &&
                        rows_aligned(p.x.data, p.M, p.x.stride_row * size_of(p.x.dtype));

@@ -155,7 +155,7 @@ class Problem {
   const Api& api_;
 };
 
-/// What an algorithm was chosen for: device, shape, strides, the alignment of the addresses.
+/// What an algorithm was chosen for: device, shape, strides, alignment of the addresses, epilogue.
 using Key = std::array<std::int64_t, 14>;
 
 /// The largest power of two up to 256 that divides the address.

@@ -91,14 +91,13 @@ struct Shape {
   std::int32_t sms = kBlocksWanted;  // of the GPU
 };
 
-/// Whether cuBLASLt knows how y ends: it adds bias and residual, or without one has an activation, of
-/// bfloat16 two; its relu of float16 makes zeros of NaN in some of its kernels.
+/// Whether cuBLASLt knows how y ends: it adds bias and residual, or without one has an activation,
+/// of bfloat16 two; its relu of float16 makes zeros of NaN in some of its kernels.
 constexpr bool library_knows(Activation activation, bool has_residual, DType dtype) {
   if (activation == Activation::kNone) return true;
   if (has_residual) return false;
-  return activation == Activation::kGeluTanh ? dtype != DType::kFloat32
-                                             : activation == Activation::kRelu &&
-                                                   dtype == DType::kBFloat16;
+  if (activation == Activation::kRelu) return dtype == DType::kBFloat16;
+  return activation == Activation::kGeluTanh && dtype != DType::kFloat32;
 }
 
 /// Shared memory that a block which has strips of the weight keeps bias and residual in, at most.
