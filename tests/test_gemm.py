@@ -394,11 +394,15 @@ ENDED_BY_LIBRARY = [
 @pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
 @pytest.mark.parametrize(("M", "N", "K"), ENDED_BY_LIBRARY)
 def test_the_library_is_left_what_it_ends(M: int, N: int, K: int, activation: str) -> None:
-    aligned = N // 8 * 8
-    chosen = plan(M, aligned, K // 8 * 8, hopper=True, activation=activation)
+    chosen = plan(M, N // 8 * 8, K // 8 * 8, hopper=True, activation=activation)
     assert chosen["path"] == "library"
-    without = plan(512, 6144, 4096, hopper=True, activation=activation, library=False)
-    assert without["path"] != "library"
+
+
+def test_without_the_library_another_kernel_ends_products() -> None:
+    for M, N, K, path in ((1024, 8192, 4096, "turns"), (192, 3072, 1024, "cluster")):
+        options: dict[str, Any] = {"hopper": True, "activation": "gelu_tanh"}
+        assert plan(M, N, K, **options)["path"] == "library"
+        assert plan(M, N, K, library=False, **options)["path"] == path
 
 
 @pytest.mark.gpu
@@ -578,15 +582,29 @@ def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
         (128, 6144, 4096, "library"),
         (128, 8192, 2048, "library"),
         (128, 57344, 8192, "library"),
+        (152, 4096, 4096, "library"),
+        (153, 4096, 4096, "cluster"),
+        (224, 4096, 8192, "cluster"),
+        (225, 4096, 4096, "library"),
+        (192, 4096, 4032, "library"),
+        (192, 3520, 4096, "library"),  # 110 blocks
+        (192, 4288, 4096, "library"),  # 134
+        (192, 2048, 8192, "library"),  # K in two segments
+        (200, 2048, 8192, "cluster"),
+        (129, 1216, 4096, "cluster"),  # in three
+        (224, 960, 3072, "cluster"),  # in four
+        (225, 960, 3072, "library"),
     ],
 )
-def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -> None:
+def test_dense_products_by_size(M: int, N: int, K: int, path: str) -> None:
     assert plan(M, N, K, hopper=True)["path"] == path
 
 
 @pytest.mark.parametrize(
     ("M", "N", "K", "activation", "path"),
     [
+        (64, 5120, 5120, "silu_mul", "cluster"),
+        (65, 2048, 2048, "silu_mul", "cluster"),
         (65, 3072, 768, "gelu", "cluster"),
         (128, 4096, 1024, "silu_mul", "cluster"),
         (128, 8192, 2048, "relu", "cluster"),
@@ -618,33 +636,9 @@ def test_dense_products_of_few_rows_by_size(M: int, N: int, K: int, path: str) -
         (1024, 8192, 4096, "gelu", "turns"),
     ],
 )
-def test_activations_of_few_rows_by_size(
-    M: int, N: int, K: int, activation: str, path: str
-) -> None:
+def test_activations_by_size(M: int, N: int, K: int, activation: str, path: str) -> None:
     """Behind cuBLASLt they are another kernel."""
     assert plan(M, N, K, hopper=True, activation=activation)["path"] == path
-
-
-@pytest.mark.parametrize(
-    ("M", "N", "K", "path"),
-    [
-        (152, 4096, 4096, "library"),
-        (153, 4096, 4096, "cluster"),
-        (224, 4096, 8192, "cluster"),
-        (225, 4096, 4096, "library"),
-        (192, 4096, 4032, "library"),
-        (192, 3520, 4096, "library"),  # 110 blocks
-        (192, 4288, 4096, "library"),  # 134
-        (192, 2048, 8192, "library"),  # K in two segments
-        (200, 2048, 8192, "cluster"),
-        (129, 1216, 4096, "cluster"),  # in three
-        (224, 960, 3072, "cluster"),  # in four
-        (225, 960, 3072, "library"),
-    ],
-)
-def test_plain_products_by_tiles_of_x(M: int, N: int, K: int, path: str) -> None:
-    assert plan(M, N, K, hopper=True)["path"] == path
-    assert plan(M, N, K, hopper=True, residual=True)["path"] in (path, "turns")
 
 
 @pytest.mark.parametrize(
@@ -689,11 +683,6 @@ def test_a_norm_goes_where_it_is_folded() -> None:
     assert paths == ["strips", "cluster", "cluster", "cluster"]
     narrow = [plan(M, 1016, 5120, hopper=True, norm=True)["path"] for M in (4, 5, 17)]
     assert narrow == ["strips", "cluster", "cluster"]
-
-
-def test_gated_products_of_few_rows_are_fused() -> None:
-    assert plan(64, 5120, 5120, hopper=True, activation="silu_mul")["path"] == "cluster"
-    assert plan(65, 2048, 2048, hopper=True, activation="silu_mul")["path"] == "cluster"
 
 
 @pytest.mark.parametrize(
