@@ -4,7 +4,7 @@
 #include "device/ptx/wgmma_few_bytes.cuh"
 #include "device/ptx/wgmma_fp8.cuh"
 #include "device/ptx/wgmma_registers_few.cuh"
-#include "device/ptx/wgmma_shared.cuh"
+#include "device/ptx/wgmma_shared_between.cuh"
 #include "kernels/gemm_cluster_block.cuh"
 #include "kernels/gemm_epilogue.cuh"
 
@@ -90,7 +90,7 @@ struct Consumer {
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       const std::uint64_t rows = a + step * kOperandStep, x = stage.x + step * kOperandStep;
-      if constexpr (kTokens == kManyTokens) {
+      if constexpr (kTokens > gemm_config::kFewRows) {
         ptx::WgmmaShared<kTokens, E>::mma(into, rows, x, accumulate || step != 0);
       } else {
         ptx::WgmmaFew<kTokens, E>::shared(into, rows, x, accumulate || step != 0);

@@ -13,7 +13,7 @@
 
 namespace ridgeline::gemm_cluster {
 
-/// Grid: (segments of K, tiles of kTokens rows of x, tiles of 48 to 192 weight rows); the segments
+/// Grid: (segments of K, tiles of up to kTokens rows of x, of 48 to 192 weight rows); the segments
 /// of a tile are a cluster. Two warps request stages of 64 or 128 columns of the tile and of its
 /// rows of x; kGroups warpgroups, two or three, multiply 64 weight rows by 16 to 176 rows of x: of
 /// a longer tile the second has the rows from 64 on, those of up to 64 take stages by turns, and so

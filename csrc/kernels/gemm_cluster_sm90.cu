@@ -271,8 +271,13 @@ void launch_rows(const GemmParams& p, const gemm_config::Config& config, Stream 
   if (p.x.norm_weight) return launch_norm(p, config, stream);
   const bool other_bits = p.batch_invariant && p.weight.format == kInt4;  // by 32 rows
   if (p.M <= 32 && !other_bits) return launch_format<T, 32>(p, config, stream);
-  if (p.weight.format == kDense && p.M > gemm_config::kFewRows)
-    return launch<T, T, StageLayout<kDense, false, kManyTokens>>(p, config, stream);
+  if (p.weight.format == kDense && p.M > gemm_config::kFewRows) {
+    const int rows = rows_of_tile(p.M, ceil_div<std::int64_t>(p.M, kManyTokens));
+    const int enough = rows <= 80 ? 80 : rows <= 96 ? 96 : kManyTokens;
+    return dispatch_rows<80, 96, kManyTokens>(enough, [&]<int kRows>() {
+      launch<T, T, StageLayout<kDense, false, kRows>>(p, config, stream);
+    });
+  }
   if constexpr (std::is_same_v<T, __half>)
     if (config.tile_rows > gemm_config::kFewRows)
       return launch<T, T, StageLayout<kInt4, false, kManyTokens>>(p, config, stream);
