@@ -57,6 +57,32 @@ inline int rows_of_tile(std::int64_t rows, std::int64_t tiles) {
   return static_cast<int>(std::min(rows, round_up<std::int64_t>(ceil_div(rows, tiles), 8)));
 }
 
+/// Whether kEach columns of y, of `element` bytes, are a vector, and those of the residual.
+inline bool stores_vectors(const GemmParams& p, std::size_t element) {
+  const auto in_vectors = [&](const void* at) {
+    return reinterpret_cast<std::uintptr_t>(at) % (kEach * element) == 0;
+  };
+  return p.out_cols() % kEach == 0 && in_vectors(p.y) &&
+         (!p.residual || (in_vectors(p.residual) && p.stride_residual % kEach == 0));
+}
+
+/// Whether y is stored so, and where the residual comes: behind the sums, in the `bytes` of the
+/// rings, where it has room.
+template <class T>
+void plan_stores(ClusterParams& params, int threads, int bytes) {
+  const GemmParams& p = params.gemm;
+  params.plain = p.activation == Activation::kNone;
+  params.vectors = stores_vectors(p, sizeof(T));
+  if (!params.vectors || !p.residual) return;
+  const int step = threads / (params.box_rows / kEach);
+  const int sums = params.turns * params.rows_held * pitch_of_sums(params.row_groups) *
+                   static_cast<int>(sizeof(float));
+  const int residual =
+      ceil_div(params.rows_each, step) * threads * kEach * static_cast<int>(sizeof(T));
+  params.vectors = sums + residual <= bytes;
+  if (params.vectors) params.residual_at = sums;
+}
+
 /// Octets of rows of x whose sums TurnsEnd takes.
 template <int kTokens>
 __host__ __device__ constexpr int octets_of_turns(const ClusterParams& params) {

@@ -1,11 +1,10 @@
 #pragma once
-#include "device/activation_short.cuh"
 #include "device/dequant.cuh"
 #include "device/ptx/async_copy.cuh"
 #include "device/ptx/cluster.cuh"
 #include "kernels/gemm_block_scales.cuh"
 #include "kernels/gemm_cluster_sm90.cuh"
-#include "kernels/gemm_epilogue.cuh"
+#include "kernels/gemm_epilogue_short.cuh"
 
 /// From the sums of a cluster's warpgroups to y. The rows of x are shared out among the blocks:
 /// each sends the others its sums of their rows, and adds up what it has and gets of its own. Loops
@@ -17,54 +16,9 @@ using namespace gemm_detail;
 
 constexpr int kEach = 4;  // neighbouring columns that a thread finishes at once
 
-/// activation(value) of each, GELU to bfloat16 by Hopper's tanh: half the code, and half its time.
-template <class T, int kPieces, int kEach>
-__device__ __forceinline__ void activate_all(Activation activation,
-                                             float (&values)[kPieces][kEach]) {
-  with_activation(activation, [&](auto constant) {
-    constexpr auto kActivation = static_cast<Activation>(constant());
-#pragma unroll
-    for (auto& piece : values)
-#pragma unroll
-      for (float& value : piece) {
-        if constexpr (kActivation == Activation::kGelu && std::is_same_v<T, __nv_bfloat16>) {
-          value = device::gelu_of_half(0.5f * value);
-        } else {
-          value = activate<T>(kActivation, value);
-        }
-      }
-  });
-}
-
 /// Sums from a row of x to the next: a warp's go to 32 banks.
 __host__ __device__ constexpr int pitch_of_sums(int row_groups) {
   return row_groups * kGroupRows + 4;
-}
-
-/// Whether kEach columns of y, of `element` bytes, are a vector, and those of the residual.
-inline bool stores_vectors(const GemmParams& p, std::size_t element) {
-  const auto in_vectors = [&](const void* at) {
-    return reinterpret_cast<std::uintptr_t>(at) % (kEach * element) == 0;
-  };
-  return p.out_cols() % kEach == 0 && in_vectors(p.y) &&
-         (!p.residual || (in_vectors(p.residual) && p.stride_residual % kEach == 0));
-}
-
-/// Whether y is stored so, and where the residual comes: behind the sums, in the `bytes` of the
-/// rings, where it has room.
-template <class T>
-void plan_stores(ClusterParams& params, int threads, int bytes) {
-  const GemmParams& p = params.gemm;
-  params.plain = p.activation == Activation::kNone;
-  params.vectors = stores_vectors(p, sizeof(T));
-  if (!params.vectors || !p.residual) return;
-  const int step = threads / (params.box_rows / kEach);
-  const int sums = params.turns * params.rows_held * pitch_of_sums(params.row_groups) *
-                   static_cast<int>(sizeof(float));
-  const int residual =
-      ceil_div(params.rows_each, step) * threads * kEach * static_cast<int>(sizeof(T));
-  params.vectors = sums + residual <= bytes;
-  if (params.vectors) params.residual_at = sums;
 }
 
 /// kTerms: of x, two of which may lack values that are not finite.
@@ -119,12 +73,34 @@ struct Finish {
     total.x += part.x, total.y += part.y, total.z += part.z, total.w += part.w;
   }
 
-  __device__ float4 sum_of(int m, int column) const {
+  /// Sums of kEach columns of a row, and, where kHalves are two, of those of the tile's other half.
+  template <int kHalves>
+  struct Sums {
+    float4 of[kHalves];
+    __device__ void add(const Sums& part) {
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) Finish::add(of[h], part.of[h]);
+    }
+  };
+
+  /// Sums that begin at `from`, the other half's `further` behind.
+  template <int kHalves>
+  static __device__ Sums<kHalves> sums_at(const float* from, int further) {
+    Sums<kHalves> sums;
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h)
+      sums.of[h] = *reinterpret_cast<const float4*>(from + h * further);
+    return sums;
+  }
+
+  /// Of the block's warpgroups.
+  template <int kHalves>
+  __device__ Sums<kHalves> sums_of(int m, int column) const {
     const float* from = sums + m * pitch() + column;
-    float4 sum = *reinterpret_cast<const float4*>(from);
+    auto sum = sums_at<kHalves>(from, params.box_rows);
 #pragma unroll 1
     for (int turn = 1; turn < params.turns; ++turn)
-      add(sum, *reinterpret_cast<const float4*>(from += params.rows_held * pitch()));
+      sum.add(sums_at<kHalves>(from += params.rows_held * pitch(), params.box_rows));
     return sum;
   }
 
@@ -144,8 +120,8 @@ struct Finish {
       const int from = rank < owner ? rank : rank - 1;
 #pragma unroll 1
       for (int m = begin + row; m < end; m += step)
-        ptx::put_in_block(inbox(from, m - begin, column), sum_of(m, column), &fixed.received,
-                          owner);
+        ptx::put_in_block(inbox(from, m - begin, column), sums_of<1>(m, column).of[0],
+                          &fixed.received, owner);
     }
   }
 
@@ -157,14 +133,17 @@ struct Finish {
   }
 
   /// All blocks' sums, in order.
-  __device__ float4 total_of(int m, int column) const {
-    const float4 own = sum_of(m, column);
+  template <int kHalves>
+  __device__ Sums<kHalves> totals_of(int m, int column) const {
+    const auto own = sums_of<kHalves>(m, column);
     if (blocks == 1) return own;
-    float4 total{};
+    Sums<kHalves> total{};
 #pragma unroll 1
-    for (int s = 0; s < blocks; ++s)
-      add(total, s == rank ? own
-                           : *inbox(s < rank ? s : s - 1, m - rank * params.rows_each, column));
+    for (int s = 0; s < blocks; ++s) {
+      const auto* got = reinterpret_cast<const float*>(
+          inbox(s < rank ? s : s - 1, m - rank * params.rows_each, column));
+      total.add(s == rank ? own : sums_at<kHalves>(got, params.box_rows));
+    }
     return total;
   }
 
@@ -200,19 +179,27 @@ struct Finish {
   /// kEach columns of a row.
   using Row = float[kEach];
 
-  /// The sums from `column` of the tile on, scaled, plus bias.
-  __device__ void bring_values(Row& values, int m, int column, const Factors& by) const {
-    float4 sum = total_of(m, column);
+  /// The sums from `column` of the tile on, scaled, plus bias, and those of its other half.
+  template <int kHalves>
+  __device__ __forceinline__ void bring_values(Row* values, int m, int column,
+                                               const Factors* by) const {
+    auto sums = totals_of<kHalves>(m, column);
     float of_x = x_scale[m];
-    if (kTerms > 1 && of_x < 0.0f) {
-      of_x = -of_x;
-      add(sum, {products_not_finite(m, column), products_not_finite(m, column + 1),
-                products_not_finite(m, column + 2), products_not_finite(m, column + 3)});
+    const bool lacks = kTerms > 1 && of_x < 0.0f;
+    if (lacks) of_x = -of_x;
+#pragma unroll
+    for (int h = 0; h < kHalves; ++h) {
+      float4& sum = sums.of[h];
+      if (lacks) {
+        const int n = column + h * params.box_rows;
+        add(sum, {products_not_finite(m, n), products_not_finite(m, n + 1),
+                  products_not_finite(m, n + 2), products_not_finite(m, n + 3)});
+      }
+      values[h][0] = scaled({of_x, by[h].scale.x, by[h].bias.x}, sum.x);
+      values[h][1] = scaled({of_x, by[h].scale.y, by[h].bias.y}, sum.y);
+      values[h][2] = scaled({of_x, by[h].scale.z, by[h].bias.z}, sum.z);
+      values[h][3] = scaled({of_x, by[h].scale.w, by[h].bias.w}, sum.w);
     }
-    values[0] = scaled({of_x, by.scale.x, by.bias.x}, sum.x);
-    values[1] = scaled({of_x, by.scale.y, by.bias.y}, sum.y);
-    values[2] = scaled({of_x, by.scale.z, by.bias.z}, sum.z);
-    values[3] = scaled({of_x, by.scale.w, by.bias.w}, sum.w);
   }
 
   /// What a thread stores: kEach columns from `column` of the tile on, of rows `m`, `m` + `step`
@@ -251,13 +238,14 @@ struct Finish {
     ptx::commit_copies();
   }
 
-  /// What is plain has code of its own, as short as it can be: its lines come from memory. H200,
-  /// us, 16 rows of int4 of 4096 x 28672, one loop for all, even with activations called, and so:
-  /// 19.6 and 19.4.
+  /// What is plain, and gates, have code of their own, as short as it can be: its lines come from
+  /// memory. H200, us, 16 rows of int4 of 4096 x 28672, one loop for all, even with activations
+  /// called, and so: 19.6 and 19.4.
   __device__ void store() const {
     const Part of = part();
     if (of.m >= of.end) return;
     if (params.residual_at > 0) ptx::wait_copies<0>();
+    if (params.paired) return store_gated(of);
     params.plain && params.vectors ? store_plain(of) : store_any(of);
   }
 
@@ -284,16 +272,45 @@ struct Finish {
 #pragma unroll 2
     for (int m = of.m; m < of.end; m += of.step, y += further, residual += threads) {
       Row row;
-      bring_values(row, m, of.column, by);
+      bring_values<1>(&row, m, of.column, &by);
       store_vector(row, y, residual);
     }
   }
 
+  /// kEach columns of row m of y, or as many as there are.
+  __device__ __forceinline__ void store_row(const Row& row, T* y, int m, int n,
+                                            const Four* residual) const {
+    if (params.vectors) {
+      store_vector(row, y, residual);
+    } else {
+      store_some(row, y, row0 + m, n, params.gemm.out_cols() - n);
+    }
+  }
+
+  __device__ __forceinline__ void store_gated(const Part& of) const {
+    const std::int64_t further = static_cast<std::int64_t>(of.step) * params.gemm.out_cols();
+    const Factors by[] = {factors_of(of.column), factors_of(of.column + params.box_rows)};
+    const Four* residual = residual_place();
+    T* y = place_of(of);
+#pragma unroll 1
+    for (int m = of.m; m < of.end; m += of.step, y += further, residual += threads) {
+      Row halves[2];
+      bring_values<2>(halves, m, of.column, by);
+      auto& [gates, ups] = halves;
+      if (params.gemm.activation == Activation::kSiluMul) {
+        activate_piece<T, Activation::kSilu>(gates);
+      } else {
+        activate_piece<T, Activation::kGelu>(gates);
+      }
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) gates[i] = __fmul_rn(gates[i], ups[i]);
+      store_row(gates, y, m, first + of.column, residual);
+    }
+  }
+
   __device__ __forceinline__ void store_any(const Part& of) const {
-    const GemmParams& p = params.gemm;
-    const int out_cols = p.out_cols(), n = first + of.column, up = of.column + params.box_rows;
-    const std::int64_t further = static_cast<std::int64_t>(of.step) * out_cols;
-    const Factors by = factors_of(of.column), by_up = factors_of(params.paired ? up : of.column);
+    const std::int64_t further = static_cast<std::int64_t>(of.step) * params.gemm.out_cols();
+    const Factors by = factors_of(of.column);
     const Four* residual = residual_place();
     T* y = place_of(of);
     // Eight activations at once, of which none waits for another.
@@ -303,21 +320,11 @@ struct Finish {
       Row rows[kRows];
 #pragma unroll
       for (int r = 0; r < kRows; ++r)  // the last one again where there is none
-        bring_values(rows[r], min(m + r * of.step, of.end - 1), of.column, by);
-      if (p.activation != Activation::kNone) activate_all<T>(p.activation, rows);
+        bring_values<1>(&rows[r], min(m + r * of.step, of.end - 1), of.column, &by);
+      activate_all<T>(params.gemm.activation, rows);
 #pragma unroll
       for (int r = 0; r < kRows && m < of.end; ++r) {
-        if (params.paired) {
-          Row ups;
-          bring_values(ups, m, up, by_up);
-#pragma unroll
-          for (int i = 0; i < kEach; ++i) rows[r][i] = __fmul_rn(rows[r][i], ups[i]);
-        }
-        if (params.vectors) {
-          store_vector(rows[r], y, residual);
-        } else {
-          store_some(rows[r], y, row0 + m, n, out_cols - n);
-        }
+        store_row(rows[r], y, m, first + of.column, residual);
         m += of.step, y += further, residual += threads;
       }
     }
