@@ -19,21 +19,32 @@ inline bool is_mappable(const MatrixView& view) {
          (view.rows == 1 || (view.stride > 0 && view.stride * view.element_bytes % 16 == 0));
 }
 
+/// Further matrices of the same size, so many elements apart.
+struct Parts {
+  int count = 0;
+  std::int64_t apart = 0;
+};
+
 /// Boxes of `box_rows` x `box_cols`, read as zeros outside the matrix and not written there. In
 /// shared memory rows follow each other; if `swizzled`, those of 128 or 64 bytes carry the swizzle
-/// of their size. `promotion`: how many bytes L2 fetches at once. Requires: is_mappable(view), box
-/// sizes <= 256.
+/// of their size. `promotion`: how many bytes L2 fetches at once. With `parts`, of which the view
+/// is the first, a map has three dimensions, and a box as much of each part, one behind the other.
+/// Requires: is_mappable(view), parts as many bytes apart as a multiple of 16, box sizes <= 256.
 inline CUtensorMap matrix_map(
     const MatrixView& view, int box_rows, int box_cols, bool swizzled,
-    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
-  const std::array<cuuint64_t, 2> sizes{static_cast<cuuint64_t>(view.cols),
-                                        static_cast<cuuint64_t>(view.rows)};
-  // A single row may come with any stride.
+    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B, Parts parts = {}) {
+  const std::array<cuuint64_t, 3> sizes{static_cast<cuuint64_t>(view.cols),
+                                        static_cast<cuuint64_t>(view.rows),
+                                        static_cast<cuuint64_t>(parts.count)};
+  // A single row, or part, may come with any stride.
   const std::int64_t stride = view.rows == 1 ? 16 : view.stride * view.element_bytes;
-  const std::array<cuuint64_t, 1> strides{static_cast<cuuint64_t>(stride)};
-  const std::array<cuuint32_t, 2> box{static_cast<cuuint32_t>(box_cols),
-                                      static_cast<cuuint32_t>(box_rows)};
-  const std::array<cuuint32_t, 2> steps{1, 1};
+  const std::int64_t apart = parts.count <= 1 ? 16 : parts.apart * view.element_bytes;
+  const std::array<cuuint64_t, 2> strides{static_cast<cuuint64_t>(stride),
+                                          static_cast<cuuint64_t>(apart)};
+  const std::array<cuuint32_t, 3> box{static_cast<cuuint32_t>(box_cols),
+                                      static_cast<cuuint32_t>(box_rows),
+                                      static_cast<cuuint32_t>(parts.count)};
+  const std::array<cuuint32_t, 3> steps{1, 1, 1};
   const CUtensorMapDataType bits[] = {CU_TENSOR_MAP_DATA_TYPE_UINT8,
                                       CU_TENSOR_MAP_DATA_TYPE_UINT16,
                                       CU_TENSOR_MAP_DATA_TYPE_UINT32};
@@ -47,7 +58,7 @@ inline CUtensorMap matrix_map(
                                          : CU_TENSOR_MAP_SWIZZLE_64B;
   CUtensorMap map;
   const CUresult result = tensor_map_encoder()(
-      &map, type, 2, const_cast<void*>(view.data), sizes.data(),
+      &map, type, parts.count == 0 ? 2 : 3, const_cast<void*>(view.data), sizes.data(),
       strides.data(), box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion,
       CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   check(result == CUDA_SUCCESS, "cuTensorMapEncodeTiled refused a matrix, code ",

@@ -17,11 +17,11 @@ struct Int4 {
   __device__ Int4(const ClusterParams& params, int strip, int lane)
       : params(&params), lane(lane) {
     const int r = strip * kStripRows + lane / 4;
-    const int box = params.paired && r >= params.box_rows ? 1 : 0, at = r - box * params.box_rows;
+    const int part = params.paired && r >= params.box_rows ? 1 : 0, at = r - part * params.box_rows;
     words = params.weights_at + strip * kStripRows * Layout::kRowOfWeight + lane * 16;
     const int ahead = kHeld ? params.held_at : params.weights_at;
-    scales = ahead + Layout::scales_at(box, params) + at * 2;
-    zeros = ahead + Layout::zeros_at(box, params) + at;
+    scales = ahead + Layout::scales_at(params) + part * params.scale_bytes + at * 2;
+    zeros = ahead + Layout::zeros_at(params) + part * params.zero_bytes + at;
   }
 
   /// Where a stage's scales and zero points are counted from.

@@ -71,19 +71,15 @@ struct Producer {
     }
   }
 
-  /// Column and row of a step's box in the weight's map.
-  __device__ int2 box_of_weight(const Step& step, int box) const {
-    const int row = box == 0 ? first : up_first;
-    if constexpr (!Layout::kInt4) return {step.k0, row};
-    return {step.k0 / Int4Layout::kCols * Int4Layout::kWords, row / kStripRows};
-  }
-
+  /// Of int4 gates and ups are parts of one box.
   __device__ void prefetch_weight(const Step& step) const {
+    if constexpr (Layout::kInt4)
+      return ptx::prefetch_parts(&params.weight,
+                                 step.k0 / Int4Layout::kCols * Int4Layout::kWords,
+                                 first / kStripRows, policy);
 #pragma unroll 1
-    for (int box = 0; box < (params.paired ? 2 : 1); ++box) {
-      const int2 at = box_of_weight(step, box);
-      ptx::prefetch_matrix(&params.weight, at.x, at.y, policy);
-    }
+    for (int box = 0; box < (params.paired ? 2 : 1); ++box)
+      ptx::prefetch_matrix(&params.weight, step.k0, box == 0 ? first : up_first, policy);
   }
 
   /// The scales of all stages, and zero points.
@@ -98,25 +94,17 @@ struct Producer {
   /// Those of some groups, from the one of column `k0` on.
   __device__ void request_scales(char* to, int k0, std::uint64_t* full) const {
     const int group = params.group.divide(k0);
-#pragma unroll 1
-    for (int box = 0; box < (params.paired ? 2 : 1); ++box) {
-      const int row = box == 0 ? first : up_first;
-      ptx::copy_matrix(to + Layout::scales_at(box, params), &params.scales, full, row, group,
-                       policy);
-      if (params.gemm.weight.zeros)
-        ptx::copy_matrix(to + Layout::zeros_at(box, params), &params.zeros, full, row, group,
-                         policy);
-    }
+    ptx::copy_parts(to + Layout::scales_at(params), &params.scales, full, first, group, policy);
+    if (params.gemm.weight.zeros)
+      ptx::copy_parts(to + Layout::zeros_at(params), &params.zeros, full, first, group, policy);
   }
 
   __device__ void request_weight(const Step& step) const {
     ptx::mbarrier_expect(step.full, params.tile_rows * Layout::kRowOfWeight);
 #pragma unroll 1
-    for (int box = 0; box < (params.paired ? 2 : 1); ++box) {
-      const int2 at = box_of_weight(step, box);
-      ptx::copy_matrix(step.weight + Layout::weight_at(box, params), &params.weight, step.full,
-                       at.x, at.y, policy);
-    }
+    for (int box = 0; box < (params.paired ? 2 : 1); ++box)
+      ptx::copy_matrix(step.weight + box * params.box_rows * Layout::kRowOfWeight, &params.weight,
+                       step.full, step.k0, box == 0 ? first : up_first, policy);
   }
 
   /// A stage's x to its place in the ring of x.
@@ -174,12 +162,11 @@ struct Producer {
   /// e4m3 12.4 and 11.8. (The same loop for 8-bit and dense weights: 4096 x 4096 to 4% longer.)
   __device__ void request_int4() const {
     constexpr int kAcross = Layout::kCols / Int4Layout::kCols * Int4Layout::kWords;
-    const bool paired = params.paired, by_stage = params.held_at == 0;
+    const bool by_stage = params.held_at == 0;
     const int groups = by_stage ? params.stage_groups * bytes_of_group() : 0;
     const int bytes = params.tile_rows * (Layout::kRowOfWeight + groups);
     const int stages = params.stages, step_bytes = params.weight_step;
-    const int row = first / kStripRows, up_row = up_first / kStripRows;
-    const int to_up = Layout::weight_at(1, params), let_on = count - 1 - params.released;
+    const int row = first / kStripRows, let_on = count - 1 - params.released;
     char *const begins = ring + params.weights_at, *weight = begins;
     std::uint64_t* full = fixed.full;
     int stage = 0, column = begin * kAcross;
@@ -189,8 +176,7 @@ struct Producer {
     for (int i = 0; i < count; ++i, column += kAcross) {
       if (i >= stages) ptx::mbarrier_wait(&fixed.empty[stage], parity);
       ptx::mbarrier_expect(full, bytes);
-      ptx::copy_matrix(weight, &params.weight, full, column, row, policy);
-      if (paired) ptx::copy_matrix(weight + to_up, &params.weight, full, column, up_row, policy);
+      ptx::copy_parts(weight, &params.weight, full, column, row, policy);
       if (by_stage) request_scales(weight, (begin + i) * Layout::kCols, full);
       if (i >= let_on) ptx::launch_dependents();
       weight += step_bytes, ++full;

@@ -25,6 +25,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   const int rows = kFolds ? kTokens : rows_of_tile(p.M, tiles_of_x);
   ClusterParams params{.gemm = p};
   params.paired = is_gated(p.activation);
+  const int parts = params.paired ? 2 : 1;  // of the weight: gates and ups
   params.tile_rows = config.tile_cols;
   params.row_groups = ceil_div(config.tile_cols, kGroupRows);
   check(kUnits == 0 || params.row_groups == kUnits, "linear: no tiles of ", config.tile_cols,
@@ -33,7 +34,7 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
   params.readers = 4 * (params.turns > 1 ? 1 : params.row_groups);
   params.x_box = round_up(rows, 8) * kRowBytes;
   params.x_bytes = Layout::kXBoxes * params.x_box;
-  params.box_rows = config.tile_cols / (params.paired ? 2 : 1);
+  params.box_rows = config.tile_cols / parts;
   params.steps = ceil_div(p.K, kCols);
   const int others = p.out_cols() - config.rest.cols;
   params.before = config.of_rest ? others : 0;
@@ -106,15 +107,17 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
       params.held_step = one_group ? 0 : params.box_rows;
     }
     const int bytes = std::max(params.stage_groups, params.held_groups) * params.box_rows;
-    params.scale_bytes = round_up(2 * bytes, kBoxAlignment);
-    params.zero_bytes = p.weight.zeros ? round_up(bytes, kBoxAlignment) : 0;
+    params.scale_bytes = 2 * bytes;
+    params.zero_bytes = p.weight.zeros ? bytes : 0;
+    params.zeros_behind = round_up(parts * params.scale_bytes, kBoxAlignment);
   }
-  const int scale_bytes = (params.paired ? 2 : 1) * (params.scale_bytes + params.zero_bytes);
+  const int scale_bytes =
+      params.zeros_behind + round_up(parts * params.zero_bytes, kBoxAlignment);
   int held_bytes = params.held_groups > 0 ? scale_bytes : 0;
   const int weight_bytes = params.tile_rows * Layout::kRowOfWeight + scale_bytes - held_bytes;
   if (kHoldsBlocks<Layout, kGroups> && p.weight.scale_layout == ScaleLayout::kBlock) {
     params.held_groups = ceil_div(params.box_rows - 1, kScaleBlock) + 1;
-    held_bytes = round_up((params.paired ? 2 : 1) * params.held_groups *
+    held_bytes = round_up(parts * params.held_groups *
                               ceil_div(params.steps, segments) * static_cast<int>(sizeof(float)),
                           kBoxAlignment);
   }
@@ -166,20 +169,21 @@ void launch(const GemmParams& p, const gemm_config::Config& config, Stream strea
     const int group = p.weight.group, words = ceil_div(p.K, Int4Layout::kCols) * Int4Layout::kWords;
     params.weight = device::matrix_map({.data = p.weight.data,
                                         .element_bytes = 4,
-                                        .rows = p.N / kStripRows,
+                                        .rows = p.N / kStripRows / parts,
                                         .cols = words,
                                         .stride = words},
                                        params.box_rows / kStripRows,
                                        kCols / Int4Layout::kCols * Int4Layout::kWords, false,
-                                       kPromotion);
+                                       kPromotion,
+                                       {parts, p.N / kStripRows / parts * std::int64_t{words}});
     const auto map = [&](const void* data, int bytes) {
       return device::matrix_map({.data = data,
                                  .element_bytes = bytes,
                                  .rows = ceil_div(p.K, group),
-                                 .cols = p.N,
+                                 .cols = p.N / parts,
                                  .stride = p.N},
                                 std::max(params.stage_groups, params.held_groups),
-                                params.box_rows, false, kPromotion);
+                                params.box_rows, false, kPromotion, {parts, p.N / parts});
     };
     params.scales = map(p.weight.scales, 2);
     if (p.weight.zeros) params.zeros = map(p.weight.zeros, 1);

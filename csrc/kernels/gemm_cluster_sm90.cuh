@@ -53,7 +53,8 @@ struct ClusterParams {
   device::Divisor segments;   // ... and blocks that share them out
   std::int32_t stages;        // that the ring of weights has, ...
   std::int32_t x_stages;      // ... and that of x, at most as many
-  std::int32_t scale_bytes, zero_bytes;  // of int4: of a box, in a stage or of all stages
+  std::int32_t scale_bytes, zero_bytes;  // of int4: of a part, in a stage or of all stages
+  std::int32_t zeros_behind;             // all scales
   std::int32_t stage_groups;  // of int4: groups that a stage may touch
   std::int32_t held_at;       // bytes to the scales of all stages; 0: a stage has its own
   std::int32_t held_groups;   // groups of those, or, of blocks, rows of these under a box, ...
@@ -121,15 +122,12 @@ struct StageLayout {
   static_assert(!(kFolds && kInt4));
   static constexpr int kNormBytes = kCols * 2;  // of the norm's weight, where x meets it
   static constexpr int kRowOfWeight = kWeightBytes / kGroupRows;
-  /// Parts of a stage's weight by box.
-  __device__ static int weight_at(int box, const ClusterParams& params) {
-    return box * params.box_rows * kRowOfWeight;
+  /// Where scales are, and zero points behind them, of gates and then of ups.
+  __device__ static int scales_at(const ClusterParams& params) {
+    return params.held_at > 0 ? 0 : params.tile_rows * kRowOfWeight;
   }
-  __device__ static int scales_at(int box, const ClusterParams& params) {
-    return (params.held_at > 0 ? 0 : params.tile_rows * kRowOfWeight) + box * params.scale_bytes;
-  }
-  __device__ static int zeros_at(int box, const ClusterParams& params) {
-    return scales_at(params.paired ? 2 : 1, params) + box * params.zero_bytes;
+  __device__ static int zeros_at(const ClusterParams& params) {
+    return scales_at(params) + params.zeros_behind;
   }
 };
 

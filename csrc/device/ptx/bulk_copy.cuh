@@ -72,4 +72,24 @@ __device__ __forceinline__ void copy_matrix(void* target, const CUtensorMap* map
       : "memory");
 }
 
+/// The same of a matrix in parts: from (column, row) of each on.
+__device__ __forceinline__ void prefetch_parts(const CUtensorMap* map, int column, int row,
+                                               std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.3d.L2.global.tile.L2::cache_hint [%0, {%1, %2, 0}], %3;" ::"l"(
+          map),
+      "r"(column), "r"(row), "l"(policy)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_parts(void* target, const CUtensorMap* map,
+                                           std::uint64_t* barrier, int column, int row,
+                                           std::uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".L2::cache_hint [%0], [%1, {%3, %4, 0}], [%2], %5;" ::"r"(shared_address(target)),
+      "l"(map), "r"(shared_address(barrier)), "r"(column), "r"(row), "l"(policy)
+      : "memory");
+}
+
 }  // namespace ridgeline::ptx
