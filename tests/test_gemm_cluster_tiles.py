@@ -242,6 +242,9 @@ def multiply(format: str, x: Tensor, weight: Any, **options: Any) -> Tensor:
         (48, 5120, 10240, "int4"),  # and K cut
         (57, 4640, 2560, "int4"),  # 48 by turns, of more than 32 rows of x
         (32, 5120, 10240, "int4_fp8"),
+        *((100, 2048, 2112, format) for format in ("fp8_fp8", "int8")),  # more rows; K cut
+        *((72, 5600, 1088, format) for format in ("fp8_fp8", "int8")),  # 128; tails of K and N
+        *((190, 4096, 656, format) for format in ("fp8_fp8", "int8")),
     ],
 )
 def test_products_of_every_tile(

@@ -82,13 +82,11 @@ constexpr ClusterTile kClusterExpandedFp8Tiles[] = {{64, 1, 0.281, 3.6, 1.5},
                                                     {128, 1, 0.755, 4.0, 2.6, kTallRows},
                                                     {112, 1, 0.755, 4.0, 2.6, kTallRows}};
 
-/// Whether such rows may be the cluster kernel's: whole groups, and no gates of 8 bits by 8, which
-/// gain nothing by it.
+/// Whether such rows may be the cluster kernel's: of whole groups.
 constexpr bool may_be_for_cluster(const Shape& shape) {
-  const bool gated = is_gated(shape.activation);
-  if (shape.format == WeightFormat::kInt8) return !gated;
+  if (shape.format == WeightFormat::kInt8) return true;
   if (shape.format == WeightFormat::kFp8)
-    return shape.bfloat_x || (!gated && shape.codes_x && shape.scales_products);
+    return shape.bfloat_x || (shape.codes_x && shape.scales_products);
   const bool whole = shape.group % (2 * kBlockCols) == 0 || shape.group >= shape.K;
   const bool known = shape.byte_x ? shape.codes_x && shape.dtype == DType::kBFloat16
                                   : shape.dtype != DType::kFloat32;
@@ -110,10 +108,10 @@ constexpr bool may_be_for_cluster(const Shape& shape) {
 /// Returns the lesser time.
 constexpr double cut_rows_for_cluster(const Shape& shape, double time, Config& config) {
   constexpr std::int32_t kColumns = 640, kMostSegments = 4;
-  constexpr double kGatesOfFp8 = 1.5;  // us more at the end
+  constexpr double kGatesOfFp8 = 1.5;  // us more at the end, of what is expanded
   if (!may_be_for_cluster(shape)) return time;
   const bool gated = is_gated(shape.activation), int4 = shape.format == WeightFormat::kInt4;
-  const double ends = gated && !int4 ? kGatesOfFp8 : 0.0;
+  const double ends = gated && !int4 && !shape.byte_x ? kGatesOfFp8 : 0.0;
   const auto consider = [&](const ClusterTile& tile) {
     const std::int32_t box = gated ? tile.cols / 2 : tile.cols;
     if ((int4 && box % kStripRows != 0) || shape.M > tile.most) return;
