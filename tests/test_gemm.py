@@ -527,7 +527,8 @@ def test_no_kernel_is_told_of_what_no_product_has(changed: dict[str, Any], messa
         (1, {"hopper": True, "format": "fp8_fp8", "chained": True}, "strips"),
         (2, {"hopper": True, "format": "fp8_fp8", "chained": True}, "cluster"),
         (65, {"hopper": True}, "cluster"),
-        (129, {"hopper": True}, "library"),
+        (129, {"hopper": True}, "cluster"),
+        (257, {"hopper": True}, "library"),
         (65, {"hopper": True, "format": "int4"}, "cluster"),
         (256, {"hopper": True, "format": "int4"}, "cluster"),
         (1025, {"hopper": True, "format": "int4"}, "expand"),
@@ -579,23 +580,32 @@ def test_path_by_rows(M: int, options: dict[str, object], path: str) -> None:
         (64, 128256, 4096, "cluster"),
         (65, 28672, 4096, "cluster"),
         (128, 4096, 14336, "cluster"),
-        (129, 4096, 14336, "library"),
+        (129, 4096, 14336, "cluster"),
         (128, 28672, 4096, "cluster"),
         (128, 6144, 4096, "library"),
-        (128, 8192, 2048, "library"),
+        (128, 8192, 2048, "cluster"),
+        (128, 7040, 2048, "library"),  # 110 blocks
         (128, 57344, 8192, "library"),
-        (152, 4096, 4096, "library"),
-        (153, 4096, 4096, "cluster"),
+        (240, 4096, 4096, "cluster"),
+        (241, 4096, 4096, "library"),
         (224, 4096, 8192, "cluster"),
-        (225, 4096, 4096, "library"),
         (192, 4096, 4032, "library"),
         (192, 3520, 4096, "library"),  # 110 blocks
         (192, 4288, 4096, "library"),  # 134
-        (192, 2048, 8192, "library"),  # K in two segments
+        (72, 3072, 768, "cluster"),  # 48 blocks of little K
+        (81, 3072, 768, "library"),
+        (160, 3072, 768, "cluster"),  # two tiles of 80 rows
+        (161, 3072, 768, "library"),
+        (160, 3072, 1032, "library"),
+        (96, 2560, 2560, "cluster"),  # K in two segments
+        (97, 2560, 2560, "library"),
+        (160, 2048, 8192, "cluster"),
+        (161, 2048, 8192, "library"),
         (200, 2048, 8192, "cluster"),
-        (129, 1216, 4096, "cluster"),  # in three
-        (224, 960, 3072, "cluster"),  # in four
-        (225, 960, 3072, "library"),
+        (225, 2048, 8192, "library"),
+        (256, 1216, 4096, "cluster"),  # in three
+        (257, 832, 4096, "library"),
+        (448, 448, 3072, "cluster"),  # in four
     ],
 )
 def test_dense_products_by_size(M: int, N: int, K: int, path: str) -> None:
@@ -627,15 +637,22 @@ def test_dense_products_by_size(M: int, N: int, K: int, path: str) -> None:
         (320, 4096, 4096, "gelu", "library"),  # three tiles of x, 192 blocks
         (224, 4096, 8192, "silu_mul", "cluster"),
         (225, 4096, 8192, "gelu", "library"),
-        (192, 4096, 14336, "gelu", "library"),
+        (192, 4096, 14336, "gelu", "cluster"),
+        (192, 3072, 14336, "gelu", "library"),  # 96 blocks
         (192, 4096, 4096, "relu", "cluster"),
-        (225, 4096, 4096, "relu", "library"),  # which cuBLASLt ends itself
+        (241, 4096, 4096, "relu", "library"),  # which cuBLASLt ends itself
         (192, 3072, 1024, "gelu_tanh", "library"),
         (128, 4096, 1024, "gelu_tanh", "library"),
         (128, 8192, 2048, "gelu_tanh", "cluster"),
         (1024, 8192, 4096, "gelu_tanh", "library"),
         (1024, 8192, 4088, "gelu_tanh", "turns"),
         (1024, 8192, 4096, "gelu", "turns"),
+        (223, 6144, 4096, "gelu", "turns"),  # 96 tiles
+        (256, 6144, 4096, "gelu", "library"),
+        (192, 5120, 1280, "silu_mul", "turns"),  # 80 of little K
+        (180, 5120, 1280, "silu_mul", "library"),
+        (320, 10240, 2560, "gelu", "turns"),  # two waves
+        (224, 14336, 4096, "gelu", "library"),
     ],
 )
 def test_activations_by_size(M: int, N: int, K: int, activation: str, path: str) -> None:

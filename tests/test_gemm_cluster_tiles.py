@@ -470,6 +470,7 @@ ENDS = [
     (97, 4072, 2056),  # the last tile and the last stage are not whole
     (128, 96, 64),
     (129, 3072, 768),  # two tiles of x, of 72 rows
+    (184, 3080, 1032),  # of 96
     (200, 1024, 4096),  # three blocks a tile
     (224, 4072, 2056),
     (320, 2048, 2048),  # three tiles of x

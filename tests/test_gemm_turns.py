@@ -32,9 +32,11 @@ def path_of(M: int, N: int, K: int, activation: str, dtype: str = "bfloat16") ->
         (8192, 4096, "silu", "library"),
         (8192, 4104, "gelu", "library"),  # the copy engine takes 16 weight rows at a time
         (423, 4096, "gelu", "turns"),  # 128 tiles, a fifth of them empty
-        (422, 4096, "gelu", "library"),
-        (384, 4096, "gelu", "library"),  # 96
+        (422, 4096, "gelu", "turns"),  # of little K fewer of them do
+        (384, 4096, "gelu", "turns"),  # 96
         (512, 5120, "gelu", "library"),  # 160: most SMs have one, some two
+        (640, 4096, "gelu", "library"),  # as many
+        (640, 4608, "gelu", "turns"),  # 180
         (96, 28672, "silu_mul", "library"),
         (97, 28672, "silu_mul", "turns"),
         (129, 28672, "silu_mul", "library"),

@@ -91,6 +91,16 @@ struct Shape {
   std::int32_t sms = kBlocksWanted;  // of the GPU
 };
 
+/// Gate and up strips pair up only where the halves of the weight are whole strips.
+constexpr bool can_fuse(const Shape& shape) {
+  return !is_gated(shape.activation) || shape.N / 2 % kStripRows == 0;
+}
+
+/// Whether a kernel of its own would stand behind cuBLASLt, if there is one.
+constexpr bool has_kernel_behind(const Shape& shape) {
+  return !shape.library || !shape.library_finishes;
+}
+
 /// Whether cuBLASLt knows how y ends: it adds bias and residual, or without one has an activation,
 /// of bfloat16 two; its relu of float16 makes zeros of NaN in some of its kernels.
 constexpr bool library_knows(Activation activation, bool has_residual, DType dtype) {
