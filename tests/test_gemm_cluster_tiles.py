@@ -374,25 +374,34 @@ def test_sums_of_tall_tiles_have_room(M: int, N: int, K: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("activation", [None, "silu_mul"])
 @pytest.mark.parametrize("zero_point", [False, True])
 @pytest.mark.parametrize("group", [32, 64, 128, 192, -1])
 @pytest.mark.parametrize(
     ("M", "N", "K", "rows"),
-    [(16, 18944, 1536, 160), (16, 4096, 1536, 64), (64, 6112, 3840, 48)],  # by turns; K cut; short
+    [
+        (16, 18944, 1536, 160),  # by turns
+        (16, 4096, 1536, 64),  # K cut
+        (64, 6112, 3840, 48),  # short; of gates the last tiles are not whole
+        (150, 4064, 1152, 64),  # more rows, where groups are whole
+    ],
 )
 def test_groups_of_every_size(
-    M: int, N: int, K: int, rows: int, group: int, zero_point: bool
+    M: int, N: int, K: int, rows: int, group: int, zero_point: bool, activation: str | None
 ) -> None:
-    """Scales that come with a stage, and those of all stages at once."""
+    """Scales that come with a stage, and those of all stages at once; of gates and ups."""
     assert tile(M, N, K, "int4")[0] == rows
     generator = torch.Generator("cuda").manual_seed(11)
     x, weight = (
         torch.randn(rows, K, generator=generator, device="cuda").to(torch.bfloat16)
         for rows in (M, N)
     )
-    packed = ops.pack_int4(weight, group, zero_point)
+    packed = ops.pack_int4(weight * K**-0.5, group, zero_point)
     exact = x.double() @ packed.dequantize().double().T
-    ours = ops.int4_linear(x, packed)
+    if activation is not None:
+        gate, up = exact.chunk(2, -1)
+        exact = F.silu(gate) * up
+    ours = ops.int4_linear(x, packed, activation=activation)
     assert (ours.double() - exact).norm() <= 4e-3 * exact.norm()
 
 
