@@ -19,7 +19,7 @@ inline bool is_mappable(const MatrixView& view) {
          (view.rows == 1 || (view.stride > 0 && view.stride * view.element_bytes % 16 == 0));
 }
 
-/// Further matrices of the same size, so many elements apart.
+/// Matrices of the same size, so many elements apart; 0: no parts.
 struct Parts {
   int count = 0;
   std::int64_t apart = 0;

@@ -54,7 +54,7 @@ struct ClusterParams {
   std::int32_t stages;        // that the ring of weights has, ...
   std::int32_t x_stages;      // ... and that of x, at most as many
   std::int32_t scale_bytes, zero_bytes;  // of int4: of a part, in a stage or of all stages
-  std::int32_t zeros_behind;             // all scales
+  std::int32_t zeros_behind;  // of int4: bytes from the scales to the zero points
   std::int32_t stage_groups;  // of int4: groups that a stage may touch
   std::int32_t held_at;       // bytes to the scales of all stages; 0: a stage has its own
   std::int32_t held_groups;   // groups of those, or, of blocks, rows of these under a box, ...

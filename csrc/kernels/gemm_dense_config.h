@@ -13,15 +13,15 @@ namespace ridgeline::gemm_config {
 /// 128 keep four of five SMs busy, to the last wave and with rows that there are. H200, bf16: 56
 /// such products of 128 to 8192 rows took 0.79 to 1.01 of its time, the median 0.88. Not GELU of
 /// 512 x 5120 x 1280 (M x N x K), whose 160 tiles leave a second wave all but empty: 18.9 us and
-/// 16.5; nor of 256 x 4096 x 1024, 64 tiles: 12.2 and 9.6; nor gated SiLU of 192 x 28672 x 4096,
-/// whose second row of tiles is half empty: 110.2 and 90.5, but of 256 rows 110.3 and 119.5; nor
-/// where most of the only row of tiles may be. With a residual 15 products of 512 to 4096 rows took
-/// 0.98 to 1.05 of cuBLASLt's time without one, itself 1.01 to 1.07, but 512 x 4096 x 4096 1.067
-/// and 1.057. Nor gated ones of many rows, though alone they take less (4096 x 28672 x 4096 1457 us
-/// for 1577): in the engine, by turns, 64 prompts of 512 tokens of 8B shapes took 716 ms without
-/// and 763 with it, one of 4096 95 and 100. Nor GELU by tanh of much K, which cuBLASLt gives
-/// itself: 1024 to 4096 rows of 4096 x 4096, 8192 x 2048, 5120 x 5120, 8192 x 28672 0.90 to 1.01 of
-/// this one's time, 4096 x 16384 1.02, but 2048 x 8192 1.04 and 1536 x 6144 1.04 to 1.08.
+/// 16.5; nor gated SiLU of 192 x 28672 x 4096, whose second row of tiles is half empty: 110.2 and
+/// 90.5, but of 256 rows 110.3 and 119.5; nor where most of the only row of tiles may be. With a
+/// residual 15 products of 512 to 4096 rows took 0.98 to 1.05 of cuBLASLt's time without one,
+/// itself 1.01 to 1.07, but 512 x 4096 x 4096 1.067 and 1.057. Nor gated ones of many rows, though
+/// alone they take less (4096 x 28672 x 4096 1457 us for 1577): in the engine, by turns, 64 prompts
+/// of 512 tokens of 8B shapes took 716 ms without and 763 with it, one of 4096 95 and 100. Nor GELU
+/// by tanh of much K, which cuBLASLt gives itself: 1024 to 4096 rows of 4096 x 4096, 8192 x 2048,
+/// 5120 x 5120, 8192 x 28672 0.90 to 1.01 of this one's time, 4096 x 16384 1.02, but 2048 x 8192
+/// 1.04 and 1536 x 6144 1.04 to 1.08.
 ///
 /// Of little K, where the kernel behind is much of the time, and of rows that are no good number
 /// for cuBLASLt, emptier waves do, too: of 12 shapes that this was not fitted to 57 products with
@@ -60,10 +60,11 @@ constexpr bool is_for_turns(const Shape& shape) {
 }
 
 /// Whether plain products of more than few rows of 16 bits are as fast as cuBLASLt's in `tiles` of
-/// the cluster kernel. Of those that share K most are; of the others those of at most 80 rows of x
-/// each, for which wgmma has an instruction, and those that leave few SMs idle. 40 shapes by 72 to
-/// 448 rows, 780 products of bf16: the choice is 0.5% from the faster one in the mean
-/// (results/2026-12-01_nvidia-h200_even_tiles.csv).
+/// the cluster kernel. Of those that share K most are; of the others those that leave few SMs idle,
+/// and those of at most 80 rows of x each, which are multiplied in no more columns. 40 shapes by 72
+/// to 448 rows, 780 products of bf16: the choice is 0.5% from the faster one in the mean; of 22
+/// other shapes 1.4% (results/2026-12-01_nvidia-h200_even_tiles.csv). Where cuBLASLt ends an
+/// activation, or idle SMs spoke against its tiles, those that fill the SMs and that share K are.
 constexpr bool is_fast_plain(const Shape& shape, const Config& config, std::int32_t tiles) {
   constexpr std::int32_t kShort = 80, kLessShort = 96, kLittleK = 1024, kSomeK = 2048;
   constexpr std::int32_t kMuchK = 4096, kMostK = 8192, kLeastBusy = 112;
@@ -125,10 +126,6 @@ constexpr bool is_for_tall_tiles(const Shape& shape) {
 /// (results/2026-11-30_nvidia-h200_ends_of_few_tiles.csv). Where cuBLASLt has the activation this
 /// is for more K alone: GELU by tanh, 96 and 128 rows, cuBLASLt and so: 1024 x 4096 6.2, 6.3 and
 /// 6.9, 7.6; 2048 x 8192 13.7, 14.4 and 13.4, 14.2; 4096 x 4096 16.5, 15.6 and 14.4, 14.7.
-///
-/// Tiles of 64 weight rows whose K is cut in three or four are fast where they are few, too: 15
-/// shapes of up to 2048 weight rows, plain, 72 to 128 rows, 0.77 to 1.03 of cuBLASLt's time, but
-/// 128 rows of 14336 x 1024 1.12 (results/2026-12-01_nvidia-h200_tiles_of_x.csv).
 constexpr bool is_for_tall_cluster(const Shape& shape) {
   constexpr std::int32_t kLeastOfLarge = 16384, kLeastOfKnown = 2048;
   constexpr std::int64_t kMostIdle = 6'000'000;  // weights
